@@ -1,4 +1,4 @@
-"""How far the best schedule of every size is from the bound on time: library machines and clusters.
+"""How far the best schedule of every size is from the bound on time: library machines, rings, tori and clusters.
 
 Model times, 1 KB to 1 GB. Of the ten worst: the start-ups and bytes of the schedule and of the bound, and what neither
 has, the filling of the schedule's pipeline and start-ups that queue on its wires.
@@ -20,7 +20,7 @@ from topoplan.reading.load import library
 from topoplan.units import format_size
 
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
-MOST = 16
+NETWORKS = ("torus:9@25", "torus:27@25", "torus:3,3@25", "torus:3,3,3@25")
 WORST = 10
 
 
@@ -78,10 +78,8 @@ def main() -> None:
 
 
 def _machines() -> Iterator[tuple[str, Topology]]:
-    for name in library():
-        machine = topoplan.load(name)
-        if len(machine.gpus) <= MOST:
-            yield name, machine
+    for name in (*library(), *NETWORKS):
+        yield name, topoplan.load(name)
     boxes = [topoplan.Server(topoplan.load("dgx-a100"), count=4)]
     yield "4 x dgx-a100, 8 NICs direct", topoplan.cluster(boxes, nics=8, nic_gbps=200, nic_access="direct")
     yield "4 x dgx-a100, 8 NICs PCIe", topoplan.cluster(boxes, nics=8, nic_gbps=200, nic_access="pcie")

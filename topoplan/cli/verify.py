@@ -359,10 +359,11 @@ def _times_words(plans: Plans, bound: TimeBound) -> str:
         f"{chain * 1e6:.1f} us + bytes / {'endless' if rate is None else f'{float(rate):.6g}'} GB/s"
         for chain, rate in bound.steps
     )
+    starts = f", or {bound.starts * 1e6:.1f} us of starts if that is more" if bound.starts else ""
     size, seconds, least = max(points, key=lambda point: point[1] / point[2])
     return (
         f"{counted(len(points), 'size')} recomputed; every schedule takes at least {LAUNCH * 1e6:.1f} us and the least "
-        f"of {steps}; furthest from that: {seconds / least:.2f} times at {format_size(size)}"
+        f"of {steps}{starts}; furthest from that: {seconds / least:.2f} times at {format_size(size)}"
     )
 
 
@@ -394,6 +395,7 @@ def _times_object(plans: Plans, bound: TimeBound) -> dict[str, object]:
     """Return the recomputed bound on time, and the largest quotient of a stated time and its bound."""
     return {
         "launch": LAUNCH,
+        "starts": bound.starts,
         "steps": [
             {"start_ups": chain, "rate": None if rate is None else float(rate)} for chain, rate in bound.steps
         ],

@@ -16,14 +16,26 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import reduce
-from itertools import combinations
+from itertools import combinations, islice, product
+
+import numpy as np
 
 from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.machine.topology import TopologyLike, as_topology
 from topoplan.model.times_by_size import least_start_ups, rounded, start_up_diameter
-from topoplan.plans.chain_limits import ChainLimit, GroupLimit, HeightLimit, hop_start_ups, rank_groups
+from topoplan.plans.chain_limits import (
+    ChainLimit,
+    ExitLimit,
+    Exits,
+    GroupLimit,
+    HeightLimit,
+    Limit,
+    StartLimit,
+    hop_start_ups,
+    rank_groups,
+)
 from topoplan.plans.minimum_trees import LARGEST_EXACT
 from topoplan.plans.plan import Plan, check_collective
 from topoplan.plans.shards import ImageShards
@@ -37,6 +49,12 @@ from topoplan.units import TOLERANCE
 
 MOST_FEW = 16
 """Most ranks for forests of few and of lower trees: with more they take minutes, and seldom win."""
+
+MOST_LOWEST = 1
+"""Number of lowest forests above `MOST_FEW` ranks."""
+
+MOST_LOW = 32
+"""Most ranks for the lowest forests on direct links."""
 
 MOST_DOUBLED = 96
 """Most trees that are tried as two each: with more the start-ups of a wire outlast its bytes."""
@@ -103,8 +121,8 @@ def candidates(
         except InfeasibleError as error:
             notes.append(f"no {schedule.words}: {cause(error)}")
     if too_large:
-        notes.append(f"rings, one hop and other regular schedules are not tried above {MOST_RANKS} GPUs")
-    return _distinct([one for one in made if one.channels == best.channels]), tuple(notes)
+        notes.append(f"rings and other regular schedules are not tried above {MOST_RANKS} GPUs")
+    return _distinct([one for one in made if one.channels == best.channels]), tuple(dict.fromkeys(notes))
 
 
 def doubled(plan: Plan) -> Plan | None:
@@ -121,9 +139,9 @@ def doubled(plan: Plan) -> Plan | None:
     """
     if (
         isinstance(plan.shards, ImageShards)
-        or plan.exchanges
         or plan.depth < 2
         or plan.num_trees > MOST_DOUBLED
+        or all(stage.op == "gather" for shard in plan.shards for stage in shard.stages)
     ):
         return None
     halves = (replace(shard, share=shard.share / 2) for shard in plan.shards)
@@ -146,10 +164,13 @@ def same_trees(one: Plan, other: Plan) -> bool:
 def _lower_forests(best: Plan, progress: Callable[[str], None] | None) -> list[Plan]:
     """Return the best forests of each height below that of the optimal trees, if they are found quickly."""
     fabric = Fabric(best.topology, best.channels)
-    if best.height < 3 or fabric.split or fabric.in_network or fabric.size > MOST_FEW:
+    most = MOST_LOW if fabric.direct else MOST_FEW
+    if best.height < 3 or fabric.split or fabric.in_network or fabric.size > most:
         return []
-    made = []
+    made: list[Plan] = []
     for height in range(1, best.height):
+        if fabric.size > MOST_FEW and len(made) == MOST_LOWEST:
+            break
         if progress:
             progress(f"trees of height {height} …")
         try:
@@ -174,6 +195,12 @@ def _distinct(made: Sequence[Plan]) -> tuple[Plan, ...]:
 MOST_SIDES = 64
 """Most ranks that are sides by themselves."""
 
+MOST_CHAINS = 16
+"""Number of chains from the shortest whose exits are tried."""
+
+ONE_BUFFER = ("allreduce", "broadcast", "reduce")
+"""Collectives in which every byte of the buffer concerns all ranks."""
+
 MOST_HEIGHTS = 3
 """Number of heights from the lowest whose packings are tried."""
 
@@ -183,8 +210,10 @@ _LONGEST = 1 << 30
 
 def chain_limits(
     fabric: Fabric, collective: str, root: int | None, rate: Fraction | None
-) -> tuple[ChainLimit, ...]:
+) -> tuple[Limit, ...]:
     """Return limits of a collective on a fabric, ascending in chain, each with a lower rate than all later ones.
+
+    The last may be that of a rank whose wires start many copies.
 
     rate: GB/s that no schedule exceeds.
 
@@ -214,7 +243,18 @@ def chain_limits(
         if limited < lowest:
             lowest = limited
             kept.append(limit)
-    return tuple(reversed(kept))
+    return (*reversed(kept), *_starts(fabric, collective, start_ups, diameter))
+
+
+def _starts(
+    fabric: Fabric, collective: str, start_ups: Sequence[float], diameter: float
+) -> tuple[StartLimit, ...]:
+    """Return the limit of the rank whose wires need longest to start its copies, if that is above the diameter."""
+    if collective in ONE_BUFFER or not fabric.direct or fabric.size > MOST_SIDES:
+        return ()
+    seconds = {limit: limit.seconds(fabric, collective, start_ups) for limit in map(StartLimit, fabric.ranks)}
+    longest = max(seconds, key=seconds.__getitem__)
+    return (longest,) if seconds[longest] > diameter * (1 + TOLERANCE) else ()
 
 
 def _tried(
@@ -228,6 +268,8 @@ def _tried(
             yield from _groups(fabric, "sides", [side], start_ups)
     if has_exact_tables(fabric):
         yield from _heights(fabric, collective, root, start_ups, diameter)
+    if collective in ONE_BUFFER and fabric.direct and fabric.size <= MOST_SIDES:
+        yield from _exits(fabric, collective, root, start_ups, diameter)
 
 
 def _groups(
@@ -292,6 +334,47 @@ def _sides(fabric: Fabric) -> Iterator[frozenset[int]]:
             if side not in seen:
                 seen.add(side)
                 yield side
+
+
+def _exits(
+    fabric: Fabric, collective: str, root: int | None, start_ups: Sequence[float], diameter: float
+) -> Iterator[ExitLimit]:
+    """Yield limits at the shortest chains at which a wire more reaches a rank.
+
+    Lengths: of a broadcast or reduce 1 on some of the root's wires, of an allreduce 1 on every link, or the time of a
+    byte. A rank with a switch next to it has none.
+    """
+    outward = collective != "reduce"
+    try:
+        exits = [
+            Exits.of(fabric, rank, start_ups, outward=outward)
+            for rank in (range(fabric.size) if root is None else (root,))
+        ]
+    except PlanError:
+        return
+    reached = np.concatenate([one.reach[one.reach < math.inf] for one in exits])
+    chains = sorted({_below(float(chain)) for chain in reached if chain > diameter * (1 + TOLERANCE)})
+    if root is None:
+        alike = [(link.src, link.dst, 1) for link in fabric.links]
+        capacity, _ = whole_capacities(fabric)
+        common = math.lcm(*capacity)
+        by_time = [(src, dst, common // c) for (src, dst, _), c in zip(alike, capacity, strict=True)]
+        apart = sorted({float(one) for each in exits for one in each.reach.min(axis=0)})
+        longest = max(start_ups)
+        for chain, lengths in product(chains[:MOST_CHAINS], (alike, by_time)):
+            # the rounding of `_below` is above the tolerance
+            enough = (one for one in apart if 2 * one * (1 + TOLERANCE) - longest >= chain)
+            for far in (0.0, *islice(enough, 1)):
+                yield ExitLimit(chain, far, tuple(lengths))
+        return
+    (alone,) = exits
+    for chain in chains[:MOST_CHAINS]:
+        for count in range(1, len(alone.links) + 1):
+            for chosen in combinations(alone.links, count):
+                lengths = [
+                    (fabric.links[link].src, fabric.links[link].dst, 1) for each in chosen for link in each
+                ]
+                yield ExitLimit(chain, 0.0, tuple(lengths))
 
 
 def _heights(

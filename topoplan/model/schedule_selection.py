@@ -185,7 +185,12 @@ def plan_by_size(
     else:
         clocks, floors = ([make(plan) for plan in competing] for make in (_by_messages, _floor))
         changes = fastest_from(clocks, tested, least=floors)
-        pairs = [doubled(competing[number]) for number in sorted({number for _, number in changes})]
+        # also of trees that only a schedule without pairs, such as one-shot, overtakes
+        made = [doubled(plan) for plan in competing]
+        able = [number for number, pair in enumerate(made) if pair]
+        able_clocks, able_floors = [clocks[number] for number in able], [floors[number] for number in able]
+        best = fastest_from(able_clocks, tested, least=able_floors) if able else ()
+        pairs = [made[number] for number in sorted({able[place] for _, place in best})]
         more = tuple(pair for pair in pairs if pair)
         clocks += [_by_messages(plan) for plan in more]
         floors += [_floor(plan) for plan in more]

@@ -2,7 +2,7 @@
 
 A schedule pays the start-ups of its longest chain of hops, and moves the buffer at its rate. Chains of many hops
 allow the best rate; short ones do not. A *limit* says: a schedule whose chains take less than so many seconds of
-start-ups has a rate of at most so much. Two kinds:
+start-ups has a rate of at most so much. Three kinds:
 
 - `GroupLimit`: chains are too short for two hops between groups of ranks (servers, or single ranks). Then the data of
   one group for another crosses directly, and no third group adds or copies it on the way. Between groups of p and q
@@ -15,6 +15,16 @@ start-ups has a rate of at most so much. Two kinds:
   q times or once. Sums over pairs of groups across a set S of devices bound the rate by the capacity out of S.
 - `HeightLimit`: a chain has at most h hops. Under lengths of the links a byte needs at least the cheapest tree of
   that height, by tables (`topoplan.plans.minimum_trees`), so rate <= sum of c(e) y(e) over that. For few ranks.
+- `ExitLimit`: a rank sends a byte over several of its wires, since none reaches all others within the chain. Under
+  lengths y of the links, a byte needs at least the cheapest set of wires out of the root that together reach all ranks
+  (into the root of a reduce). A rank of an allreduce sends its part like a root, and receives the others' like one.
+  Let only pairs of ranks at least ``far`` apart count, for wires out of and into every rank. A hop a -> b of start-up
+  s that counts twice, out of a for a rank v and into b for a rank u, ends no earlier than d(u, b), and leaves
+  d(a, v) - s for the rest: a chain of 2 far - s or more. So no hop counts twice if the chain is below that.
+
+A `StartLimit` holds for chains of any length: a rank of an allgather receives the blocks of all others in separate
+copies, and a wire starts one at a time. N - 1 copies over links of w(i) wires and start-ups s(i) take at least the
+(N - 1)-th of all multiples k s(i) / w(i). A reduce-scatter sends as many.
 
 The caller gives the seconds of start-ups (`topoplan.model`): for every link the least start-up of a hop over it.
 Switches that copy or add have no such limits.
@@ -124,12 +134,7 @@ class HeightLimit(ChainLimit):
         inside, across = hop_start_ups(fabric, [(rank,) for rank in range(fabric.size)], start_ups)
         if self.chain > (self.height + 1) * min(inside, across) * (1 + TOLERANCE):
             raise PlanError(f"chains of {self.chain:.4g} s may have more than {self.height} hops")
-        given = {(src, dst): length for src, dst, length in self.lengths}
-        lengths = [given.get((link.src, link.dst), 0) for link in fabric.links]
-        if min(lengths, default=0) < 0 or sum(lengths) * fabric.size >= UNREACHABLE:
-            raise PlanError(
-                "lengths of a chain limit must be whole numbers from 0 on, and small enough to add"
-            )
+        lengths = _link_lengths(self.lengths, fabric)
         least = self._least(rank_distances(fabric, lengths), collective, root)
         if not least:
             raise PlanError("trees of this height have no length under those of a chain limit")
@@ -151,18 +156,150 @@ class HeightLimit(ChainLimit):
         return {"chain": self.chain, "kind": self.kind, "height": self.height, "lengths": lengths}
 
 
-def limit_from_object(item: object) -> ChainLimit:
+@dataclass(frozen=True, slots=True)
+class ExitLimit(ChainLimit):
+    """Nonzero link lengths under which the wires that a rank needs within the chain are long.
+
+    ``far`` is in seconds of start-ups: pairs of ranks below it do not count. 0 counts all pairs, and of an allreduce
+    only the wires out of every rank.
+    """
+
+    kind: ClassVar[str] = "exits"
+    chain: float
+    far: float
+    lengths: tuple[tuple[str, str, int], ...]
+
+    def bound(
+        self, fabric: Fabric, collective: str, root: int | None, start_ups: Sequence[float]
+    ) -> Fraction:
+        if collective in ("allgather", "reduce_scatter"):
+            raise PlanError(f"a chain limit of exits needs one buffer for all ranks, got {collective}")
+        if self.far and self.chain > 2 * self.far * (1 + TOLERANCE) - max(start_ups):
+            raise PlanError(f"chains of {self.chain:.4g} s may count a hop of far ranks twice")
+        lengths = _link_lengths(self.lengths, fabric)
+        needed = 0
+        for outward in (True, False):
+            if (collective == "broadcast" and not outward) or (collective == "reduce" and outward):
+                continue
+            if collective == "allreduce" and not outward and not self.far:
+                continue
+            for rank in range(fabric.size) if root is None else (root,):
+                exits = Exits.of(fabric, rank, start_ups, outward=outward)
+                needed += exits.least(self.chain, self.far, exits.cheapest(lengths))
+        if not needed:
+            raise PlanError("wires out of ranks have no length under those of a chain limit")
+        return capacity_of([Fraction(length) for length in lengths], fabric) / needed
+
+    def to_object(self) -> dict[str, object]:
+        lengths = [list(one) for one in self.lengths]
+        return {"chain": self.chain, "kind": self.kind, "far": self.far, "lengths": lengths}
+
+
+@dataclass(frozen=True, slots=True)
+class StartLimit:
+    """The start-ups of the blocks that a rank receives from all others, or sends to them, over its wires."""
+
+    kind: ClassVar[str] = "starts"
+    rank: str
+
+    def seconds(self, fabric: Fabric, collective: str, start_ups: Sequence[float]) -> float:
+        """Return the least seconds of start-ups of any schedule; PlanError if the limit proves nothing."""
+        if collective not in ("allgather", "reduce_scatter"):
+            raise PlanError(f"a limit of starts needs a block of every rank, got {collective}")
+        if self.rank not in fabric.ranks:
+            raise PlanError(f"a limit of starts names {self.rank!r}, which is not a rank"[:200])
+        graph = fabric.route_graph
+        rows = graph.entering() if collective == "allgather" else graph.leaving()
+        wires = rows[fabric.ranks.index(self.rank)]
+        if any(node >= fabric.size for _, node in wires):
+            raise PlanError("a limit of starts needs wires to ranks, and no switch")
+        every = [start_ups[link] / fabric.links[link].count for link, _ in wires]
+        return sorted(copy * seconds for seconds in every for copy in range(1, fabric.size))[fabric.size - 2]
+
+    def to_object(self) -> dict[str, object]:
+        return {"kind": self.kind, "rank": self.rank}
+
+
+Limit = ChainLimit | StartLimit
+"""A limit of a plan file."""
+
+MOST_EXITS = 8
+"""Most ranks next to one whose sets are enumerated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exits:
+    """The wires out of a rank to the ranks next to it, or into it from them.
+
+    links: the links of each neighbour.
+    reach: (neighbours, N) seconds of start-ups from the rank to every other, or back, whose first hop is to the
+    neighbour and that do not return; infinite if no such path exists.
+    """
+
+    links: tuple[tuple[int, ...], ...]
+    reach: NDArray[np.float64]
+
+    @staticmethod
+    def of(fabric: Fabric, rank: int, start_ups: Sequence[float], *, outward: bool) -> Exits:
+        """Return the wires of a rank; PlanError if one leads to a switch, or there are too many."""
+        graph = fabric.route_graph
+        rows = graph.leaving() if outward else graph.entering()
+        near: dict[int, list[int]] = {}
+        for link, node in rows[rank]:
+            near.setdefault(node, []).append(link)
+        if len(near) > MOST_EXITS or max(near, default=0) >= fabric.size:
+            raise PlanError(
+                f"a chain limit of exits needs wires to at most {MOST_EXITS} ranks, and no switch"
+            )
+        arcs = [[(node, start_ups[link]) for link, node in row] for row in rows]
+        reach = np.empty((len(near), fabric.size))
+        for place, (node, links) in enumerate(sorted(near.items())):
+            onward = distances(arcs, node, without=rank)[: fabric.size]
+            reach[place] = np.array(onward) + min(start_ups[link] for link in links)
+        reach[:, rank] = 0.0
+        return Exits(tuple(tuple(links) for _, links in sorted(near.items())), reach)
+
+    def cheapest(self, lengths: Sequence[int]) -> list[int]:
+        """Return the least length of a hop to each neighbour."""
+        return [min(lengths[link] for link in links) for links in self.links]
+
+    def least(self, chain: float, far: float, lengths: Sequence[int]) -> int:
+        """Return the least length of neighbours through which chains below ``chain`` reach all ranks that are far."""
+        others = self.reach.min(axis=0) >= far * (1 - TOLERANCE)
+        within = self.reach < chain * (1 - TOLERANCE)
+        bits = 1 << np.arange(len(self.links))
+        masks = {int(mask) for mask in bits @ within[:, others]}
+        if 0 in masks:
+            raise PlanError(f"chains of {chain:.4g} s do not reach all ranks")
+        sets = np.arange(1 << len(self.links))
+        reaching = np.all([sets & mask != 0 for mask in masks], axis=0) if masks else sets >= 0
+        total = (sets[:, None] >> np.arange(len(self.links)) & 1) @ np.array(lengths, dtype=np.int64)
+        return int(total[reaching].min())
+
+
+def _link_lengths(given: Iterable[tuple[str, str, int]], fabric: Fabric) -> list[int]:
+    """Return the length of every link; PlanError if one is below 0 or too large to add."""
+    known = {(src, dst): length for src, dst, length in given}
+    lengths = [known.get((link.src, link.dst), 0) for link in fabric.links]
+    if min(lengths, default=0) < 0 or sum(lengths) * fabric.size >= UNREACHABLE:
+        raise PlanError("lengths of a chain limit must be whole numbers from 0 on, and small enough to add")
+    return lengths
+
+
+def limit_from_object(item: object) -> Limit:
     """Read a limit of a plan file; PlanError if its kind is unknown, or a key is missing or of a wrong type."""
     value = read_object(item, "limit")
     kind = value.get("kind")
+    if kind == StartLimit.kind:
+        return StartLimit(read_text(value.get("rank"), "limit: rank"))
     chain = read_number(value.get("chain"), "limit: chain")
     if kind == GroupLimit.kind:
         between = read_text(value.get("between"), "limit: between")
         if between not in GROUPINGS:
             raise PlanError(f"limit: between must be one of {', '.join(GROUPINGS)}, not {between!r}"[:200])
         return GroupLimit(chain, between, read_texts(value.get("side"), "limit: side"))
-    if kind != HeightLimit.kind:
-        raise PlanError(f"limit: kind {repr(kind)[:60]} is unknown; use groups or heights")
+    if kind not in (HeightLimit.kind, ExitLimit.kind):
+        raise PlanError(f"limit: kind {repr(kind)[:60]} is unknown; use groups, heights, exits or starts")
     lengths = []
     for row in read_list(value.get("lengths"), "limit: lengths"):
         ends = read_list(row, "limit: length")
@@ -170,6 +307,8 @@ def limit_from_object(item: object) -> ChainLimit:
             raise PlanError(f"limit: a length must be [src, dst, length], not {ends!r}"[:200])
         src, dst = read_texts(ends[:2], "limit: length")
         lengths.append((src, dst, read_whole(ends[2], "limit: length")))
+    if kind == ExitLimit.kind:
+        return ExitLimit(chain, read_number(value.get("far"), "limit: far"), tuple(lengths))
     return HeightLimit(chain, read_whole(value.get("height"), "limit: height"), tuple(lengths))
 
 
@@ -260,8 +399,11 @@ def nearest(arcs: ArcLists, starts: Iterable[int], ends: set[int]) -> float:
     return float("inf")
 
 
-def distances(arcs: ArcLists, start: int, *, through: int = -1) -> list[float]:
-    """Return the least cost from a node to every other; nodes below ``through``, except the start, are not passed."""
+def distances(arcs: ArcLists, start: int, *, through: int = -1, without: int = -1) -> list[float]:
+    """Return the least cost from a node to every other; infinite if no path exists.
+
+    Nodes below ``through``, except the start, are not passed, and ``without`` is not entered.
+    """
     best = [float("inf")] * len(arcs)
     best[start] = 0.0
     heap = [(0.0, start)]
@@ -270,7 +412,7 @@ def distances(arcs: ArcLists, start: int, *, through: int = -1) -> list[float]:
         if reach > best[node] or (node < through and node != start):
             continue
         for head, cost in arcs[node]:
-            if reach + cost < best[head]:
+            if reach + cost < best[head] and head != without:
                 best[head] = reach + cost
                 heapq.heappush(heap, (reach + cost, head))
     return best

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 
 from topoplan.errors import PlanError, UsageError
 from topoplan.machine.topology import Topology
-from topoplan.plans.chain_limits import ChainLimit, limit_from_object
+from topoplan.plans.chain_limits import Limit, limit_from_object
 from topoplan.plans.file_values import (
     check_format,
     check_known,
@@ -66,7 +66,7 @@ class SizeTimes:
     least time of any schedule in seconds).
     """
 
-    limits: tuple[ChainLimit, ...]
+    limits: tuple[Limit, ...]
     points: tuple[tuple[int, float, float], ...]
 
     def to_object(self) -> dict[str, object]:

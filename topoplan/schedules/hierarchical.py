@@ -4,6 +4,8 @@ Ranks are points of a grid, a digit for each dimension. A tree leads every rank 
 after another: ``mesh`` in one hop from all others, ``ring`` step by step with half of the buffer each way round,
 ``ps`` in one hop to the first rank of the dimension. Trees that start at different dimensions run side by side. BML
 has ``mesh`` in every dimension (Wang et al., NeurIPS 2018); HiPS takes a kind for each (Geng et al., 2018).
+The grid exchange is an allreduce that sums over all dimensions but one, exchanges sums one-shot along that one, and
+broadcasts the total back: a hop less than a tree each way, in D dimensions 2 D - 1.
 
 Rails broadcast in three hops: scatter in the root's server, across over all NICs, gather in each server. Relayed
 rails take one more across: each server forwards its part to the others, so the root's NICs send everything once.
@@ -29,6 +31,7 @@ from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.machine.topology import TopologyLike
 from topoplan.plans.build import Allocation, stage_order, trivial_plan
+from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 from topoplan.schedules.routes import LeastLoaded
@@ -37,6 +40,8 @@ from topoplan.solve.packing.composition import THREE_PHASE
 from topoplan.solve.planner import plan
 
 LEVELS = ("mesh", "ring", "ps")
+
+GRID_EXCHANGE, ROTATED_GRID_EXCHANGE = "grid exchange", "rotated grid exchange"
 
 Digits = tuple[int, ...]
 
@@ -107,10 +112,82 @@ bml = partial(hierarchical, name="bml")
 hips_ring = partial(hierarchical, levels=("ring",), name="hips-ring")
 """HiPS with a ring in every dimension."""
 
+grid = partial(hierarchical, rotated=False, name="grid")
+"""Every dimension in one hop, the lowest digit's nearest the root, each block in one piece: few start-ups."""
+
 two_level = partial(hierarchical, levels=("mesh", "ps"), rotated=False, name="two-level")
 """Two levels of parameter servers: a GPU of each server adds up there, and shards go between those GPUs.
 
 As MXNet's distributed store on one GPU of each machine (arXiv 1512.01274)."""
+
+
+def grid_exchange(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+    rotated: bool = False,
+) -> Plan:
+    """Return the allreduce that exchanges sums along one dimension of the grid of `hierarchical`.
+
+    The dimension is the one with the highest rate, the first among equals; if ``rotated``, parts of the buffer are
+    exchanged along each.
+
+    UsageError for another collective; InfeasibleError if the ranks are not such a grid.
+
+    Three hops on the hybrid cube mesh: into the owner in four GPUs, across, and out again:
+
+    >>> import topoplan
+    >>> made = grid_exchange("dgx-1p")
+    >>> made.num_trees, made.depth, made.rate
+    (4, 3, 40.0)
+    """
+    started = time.perf_counter()
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    if asked.collective != "allreduce":
+        raise UsageError(
+            f"a grid exchange is an allreduce, not {asked.collective}; choose another schedule, such as trees"
+        )
+    fabric = asked.connected(channels)
+    name = ROTATED_GRID_EXCHANGE if rotated else GRID_EXCHANGE
+    if fabric.size == 1:
+        return trivial_plan(fabric, asked.collective, root=None, method=name)
+    routes = LeastLoaded(fabric)
+    grid = _Grid(_sides(fabric, routes, ("mesh",)), ("mesh",))
+    grid.check(fabric, routes)
+    places = range(len(grid.sides))
+    tried = [places] if rotated else [(place,) for place in places]
+    forests = [_exchanged(grid, along, routes.emptied()) for along in tried]
+    shards = max(forests, key=lambda forest: forest_rate(forest, fabric) or 0)
+    made = bounded_plan(fabric, asked.collective, shards, name)
+    return made.timed(time.perf_counter() - started)
+
+
+def _exchanged(grid: _Grid, along: Sequence[int], routes: LeastLoaded) -> list[Shard]:
+    """Return the shards whose sums are exchanged along some dimensions, with equal parts for each."""
+    shards = []
+    for place in along:
+        owners = [point for point in grid.points() if not point[place]]
+        share = Fraction(1, len(owners) * len(along))
+        start = (place + 1) % len(grid.sides)
+        for owner in owners:
+            line = [(*owner[:place], digit, *owner[place + 1 :]) for digit in range(grid.sides[place])]
+            stages = []
+            for op in ("reduce", "gather", "broadcast"):
+                for centre in line:
+                    root = grid.number(centre)
+                    if op == "gather":
+                        pairs = [(grid.number(other), root) for other in line if other != centre]
+                    else:
+                        parents = grid.parents(centre, start, 1)
+                        pairs = [pair for pair in parents if grid.digits(pair[0])[place] == centre[place]]
+                    way = "reduce" if op == "reduce" else "broadcast"
+                    edges = tuple(routes.edge(way, (parent,), child, share) for child, parent in pairs)
+                    stages.append(Stage(op, root, edges))
+            shards.append(Shard(share, tuple(stages)))
+    return shards
 
 
 class _Grid:

@@ -63,13 +63,89 @@ def lowest_tree(
         made = trivial_plan(fabric, collective, root=rank, method="lowest tree")
         return made.timed(time.perf_counter() - started)
     if collective in ("allgather", "reduce_scatter"):
-        routes, share, steps = LeastLoaded(fabric), Fraction(1, fabric.size), _steps(fabric, collective)
-        shards = [_shard(steps, owner, routes, share) for owner in range(fabric.size)]
+        shards = _gathering(fabric, collective)
     else:
         shards = [_best_shard(fabric, collective, range(fabric.size) if rank is None else (rank,))]
     name = "lowest tree" if len(shards) == 1 else "lowest trees"
     made = bounded_plan(fabric, collective, shards, name, root=rank, method="lowest tree")
     return made.timed(time.perf_counter() - started)
+
+
+def _gathering(fabric: Fabric, collective: str) -> list[Shard]:
+    """Return a tree of shortest paths for each owner; on direct links with the fewest copies on the busiest wire.
+
+    Parents are chosen one after another. An owner's tree may take any of a rank's wires that lie on shortest paths, so
+    the copies of each rank are then moved between its wires along augmenting paths.
+    """
+    share, steps, routes = Fraction(1, fabric.size), _steps(fabric, collective), LeastLoaded(fabric)
+    shards = [_shard(steps, owner, routes, share) for owner in range(fabric.size)]
+    if not fabric.direct:
+        return shards
+    ((op, onward),) = steps.items()
+    wires: dict[tuple[int, int], int] = {}
+    for link, (src, dst) in zip(fabric.links, fabric.ends, strict=True):
+        wires[src, dst] = wires.get((src, dst), 0) + link.count
+    depths = [_depths(onward, owner) for owner in range(fabric.size)]
+    parents: list[dict[int, int]] = [{} for _ in depths]
+    for shard in shards:
+        for edge in shard.stages[0].edges:
+            parents[edge.child][shard.stages[0].root] = edge.parent
+    moved = False
+    for child, chosen in enumerate(parents):
+        near = [rank for rank, further in enumerate(onward) if child in further]
+        width = {rank: wires[(rank, child) if op == "broadcast" else (child, rank)] for rank in near}
+        allowed = {
+            owner: [rank for rank in near if depths[owner][rank] + 1 == depths[owner][child]]
+            for owner in chosen
+        }
+        moved |= _spread(chosen, allowed, width)
+    if not moved:
+        return shards
+    routes = routes.emptied()
+    spread = []
+    for owner, shard in enumerate(shards):
+        edges = [
+            routes.edge(op, (parents[edge.child][owner],), edge.child, share)
+            for edge in shard.stages[0].edges
+        ]
+        spread.append(Shard(share, (Stage(op, owner, Stage(op, owner, tuple(edges)).top_down()),)))
+    return spread
+
+
+def _spread(chosen: dict[int, int], allowed: dict[int, list[int]], width: dict[int, int]) -> bool:
+    """Move items between places until the fullest cannot have fewer for its width; return whether any moved.
+
+    ``chosen`` is the place of each item, changed here, and ``allowed`` has the places that it may take.
+
+    >>> place = {0: 7, 1: 7, 2: 8}
+    >>> _spread(place, {0: [7, 8], 1: [7], 2: [8, 9]}, {7: 1, 8: 1, 9: 1}), place
+    (True, {0: 8, 1: 7, 2: 9})
+    """
+    moved = False
+    while chosen:
+        load = dict.fromkeys(width, 0)
+        for place in chosen.values():
+            load[place] += 1
+        fullest = max(load, key=lambda place: (Fraction(load[place], width[place]), -place))
+        came: dict[int, int] = {}  # place -> the item that would move there
+        frontier = [fullest]
+        end = None
+        for here in frontier:
+            for item in sorted(item for item, place in chosen.items() if place == here):
+                for there in allowed[item]:
+                    if there == fullest or there in came:
+                        continue
+                    came[there] = item
+                    frontier.append(there)
+                    if end is None and (load[there] + 1) * width[fullest] < load[fullest] * width[there]:
+                        end = there
+        if end is None:
+            return moved
+        moved = True
+        while end != fullest:
+            item = came[end]
+            chosen[item], end = end, chosen[item]
+    return moved
 
 
 def _best_shard(fabric: Fabric, collective: str, roots: Sequence[int]) -> Shard:

@@ -35,9 +35,13 @@ from topoplan.schedules.binary_trees import (
     nvls_tree,
 )
 from topoplan.schedules.hierarchical import (
+    GRID_EXCHANGE,
     RAILS,
     RELAYED_RAILS,
+    ROTATED_GRID_EXCHANGE,
     bml,
+    grid,
+    grid_exchange,
     hips_ring,
     rails,
     relayed_rails,
@@ -63,6 +67,9 @@ GROUP = "topoplan.schedules"
 
 MOST_RANKS = 64
 """Ranks up to which regular schedules are timed: a ring has N trees of N - 1 edges there."""
+
+MOST_DIRECT = 72
+"""Ranks up to which one hop and one-shot are timed: the GPUs of an NVL72."""
 
 ONE_FABRIC = ("nvlink", "pcie", "nvlink+network", "pcie+network")
 """Channels of plans that do not divide the buffer between two kinds of wire."""
@@ -188,7 +195,7 @@ _KNOWN = (
     _across(
         THREE_PHASE, three_phase, "three phases", method=THREE_PHASE, most_ranks=None, beside=_three_phase
     ),
-    Schedule("one-hop", one_hop_plan, collectives=ALL_COLLECTIVES),
+    Schedule("one-hop", one_hop_plan, collectives=ALL_COLLECTIVES, most_ranks=MOST_DIRECT),
     Schedule("mesh", mesh, collectives=_SUMS, timed=False),
     Schedule("double-tree", double_binary_tree, "double binary tree", collectives=_ONE_TREE, column="binary"),
     Schedule("lowest-tree", lowest_tree, "lowest tree"),
@@ -207,7 +214,7 @@ _KNOWN = (
         servers=2,
         timed=False,
     ),
-    Schedule(ONE_SHOT, one_shot_plan, collectives=_ALLREDUCE),
+    Schedule(ONE_SHOT, one_shot_plan, collectives=_ALLREDUCE, most_ranks=MOST_DIRECT),
     _across(
         "one-shot-three-phase",
         one_shot_servers,
@@ -215,6 +222,15 @@ _KNOWN = (
         ONE_SHOT_SERVERS,
         _ALLREDUCE,
         most_ranks=None,
+    ),
+    Schedule("grid", grid, collectives=("allgather", "reduce_scatter")),
+    Schedule("grid-exchange", grid_exchange, GRID_EXCHANGE, collectives=_ALLREDUCE),
+    Schedule(
+        "rotated-grid-exchange",
+        partial(grid_exchange, rotated=True),
+        GRID_EXCHANGE,
+        ROTATED_GRID_EXCHANGE,
+        _ALLREDUCE,
     ),
     _across(RAILS, rails, collectives=ROOTED),
     _across("relayed-rails", relayed_rails, RELAYED_RAILS, collectives=ROOTED, servers=3),

@@ -185,12 +185,12 @@ def test_what_has_no_path_says_so() -> None:
     made, notes = candidates(dgx, gpus=[0, 2, 5], channels="pcie")
     assert {plan.channels for plan in made} == {("pcie",)}
     assert "pcie ring" in {plan.schedule for plan in made}
-    assert notes == ()
+    assert notes == ("no grid exchange: the 3 GPUs are not a grid whose dimensions have routes of their own",)
 
 
 def test_notes_name_the_schedules_that_do_not_exist() -> None:
     _, notes = candidates("dgx-1v", gpus=[1, 4, 5, 7])
-    assert [note.split(":")[0] for note in notes] == ["no one-hop", "no ring"]
+    assert [note.split(":")[0] for note in notes] == ["no one-hop", "no ring", "no grid exchange"]
     assert "no NVLink ring exists" in notes[1]
     assert not any(";" in note for note in notes)
     _, notes = candidates("bcube:2,2")
@@ -205,7 +205,7 @@ def test_progress_names_what_is_tried() -> None:
         "one-hop …",
         "lowest tree …",
         "relay rings …",
-        "timing 8 plans at 21 sizes and where they cross …",
+        "timing 10 plans at 21 sizes and where they cross …",
     ]
 
 

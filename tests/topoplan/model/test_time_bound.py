@@ -18,11 +18,26 @@ from tests.support.checkout import Run
 from tests.support.small_fabrics import COLLECTIVES, direct_machines, switched_machines
 from topoplan import PlanError, SizePlans, Topology
 from topoplan.machine.fabric import Fabric
-from topoplan.model.candidates import chain_limits
-from topoplan.model.dataflow import LAUNCH, START_UP
+from topoplan.model.candidates import ONE_BUFFER, _exits, candidates, chain_limits
+from topoplan.model.closed_form import pipeline
+from topoplan.model.dataflow import LAUNCH, START_UP, dataflow
 from topoplan.model.schedule_selection import ScheduleChoice, choose_by_size
-from topoplan.model.times_by_size import TimeBound, check_times, least_start_ups, time_bound
-from topoplan.plans.chain_limits import GroupLimit, HeightLimit, crossings_of, limit_from_object
+from topoplan.model.times_by_size import (
+    TimeBound,
+    check_times,
+    least_start_ups,
+    start_up_diameter,
+    time_bound,
+    times_of,
+)
+from topoplan.plans.chain_limits import (
+    ExitLimit,
+    GroupLimit,
+    HeightLimit,
+    StartLimit,
+    crossings_of,
+    limit_from_object,
+)
 from topoplan.units import TOLERANCE
 
 HOP, ACROSS = START_UP["nvlink"], START_UP["network"]
@@ -58,6 +73,109 @@ def test_best_rates_by_hops(name: str, collective: str, steps: list[tuple[int, i
     found = bound_of(topoplan.load(name), collective).steps
     assert [rate for _, rate in found] == [Fraction(rate) for _, rate in steps]
     assert [chain for chain, _ in found] == pytest.approx([hops * HOP for hops, _ in steps])
+
+
+@pytest.mark.parametrize(
+    ("name", "collective", "steps"),
+    [
+        ("torus:9@25", "broadcast", [(4, 25), (8, 50)]),
+        ("torus:27@25", "reduce", [(13, 25), (26, 50)]),
+        ("torus:9@25", "allreduce", [(4, "25/2"), (5, 25), (8, "225/8")]),
+        ("torus:3,3@25", "allreduce", [(2, 25), (3, "225/4")]),
+        ("torus:3,3,3@25", "broadcast", [(3, 50), (4, 150)]),
+        ("torus:3,3,3@25", "allreduce", [(3, "75/2"), (4, "2025/26")]),
+    ],
+)
+def test_a_rank_sends_over_several_wires_if_chains_are_short(
+    name: str, collective: str, steps: list[tuple[int, int | str]]
+) -> None:
+    """Around a ring of N both wires of the root carry everything, unless a chain has N - 1 hops.
+
+    With as many hops as the diameter, an allreduce sends and receives twice at each rank of a ring for its furthest
+    two; in three dimensions of three ranks each, all that is furthest needs both wires of a dimension, or three.
+    """
+    found = bound_of(topoplan.load(name), collective).steps
+    assert [rate for _, rate in found] == [Fraction(rate) for _, rate in steps]
+    assert [chain for chain, _ in found] == pytest.approx([hops * ACROSS for hops, _ in steps])
+
+
+@pytest.mark.parametrize(
+    ("name", "collective", "starts"),
+    [("torus:3,3,3", "allgather", 5), ("torus:3,3,3", "reduce_scatter", 5), ("torus:9", "allgather", 0)],
+)
+def test_a_wire_starts_one_block_at_a_time(name: str, collective: str, starts: int) -> None:
+    """26 blocks over six wires take five start-ups, more than the diameter of three; 8 over two take the diameter."""
+    found = bound_of(topoplan.load(name), collective)
+    assert found.starts == pytest.approx(starts * ACROSS)
+    assert found.seconds(0) == pytest.approx(LAUNCH + max(starts * ACROSS, found.steps[0][0]))
+    plan = topoplan.lowest_tree(name, collective)
+    assert topoplan.simulate(plan, nbytes=1).seconds == pytest.approx(found.seconds(1), rel=0.01)
+
+
+def test_copies_of_two_wires_start_at_once() -> None:
+    """GPU 7 of a DGX-1V has links of 2, 1, 2 and 1 wires: six copies in one start-up, a seventh in half more."""
+    fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
+    limit = StartLimit("gpu7")
+    assert limit.seconds(fabric, "allgather", [1.0] * len(fabric.links)) == 1.5
+    assert limit_from_object(limit.to_object()) == limit
+    for rank, collective, told in (
+        ("gpu7", "broadcast", "needs a block of every rank, got broadcast"),
+        ("gpu9", "allgather", "which is not a rank"),
+    ):
+        with pytest.raises(PlanError, match=told):
+            StartLimit(rank).seconds(fabric, collective, [1.0] * len(fabric.links))
+    switched = Fabric(topoplan.load("dgx-2"), ("nvlink",))
+    with pytest.raises(PlanError, match="needs wires to ranks, and no switch"):
+        StartLimit("gpu0").seconds(switched, "allgather", least_start_ups(switched))
+
+
+def uneven(name: str) -> Topology:
+    """Return a machine whose links have three latencies and two bandwidths; of another name the machine itself."""
+    machine = topoplan.load(name.removeprefix("uneven "))
+    if not name.startswith("uneven "):
+        return machine
+    links = tuple(
+        replace(link, latency=(1 + number % 3) * 1e-5, bandwidth=link.bandwidth * (1 + number % 2))
+        for number, link in enumerate(machine.links)
+    )
+    return replace(machine, links=links)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("collective", ONE_BUFFER)
+@pytest.mark.parametrize("name", ["dgx-1v", "mi250x", "torus:3,3", "uneven torus:5", "uneven torus:3,3"])
+def test_no_schedule_is_above_a_limit_of_exits(name: str, collective: str) -> None:
+    """All limits that are tried, not only those that lower the bound, on every candidate of short chains."""
+    plans, _ = candidates(uneven(name), collective)
+    fabric = Fabric(plans[0].topology, plans[0].channels)
+    start_ups = least_start_ups(fabric)
+    diameter = start_up_diameter(fabric, collective, plans[0].root)
+    below = [(max(lane.chain for lane in pipeline(dataflow(plan)).lanes), plan.rate) for plan in plans]
+    held = 0
+    for limit in _exits(fabric, collective, plans[0].root, start_ups, diameter):
+        try:
+            bound = limit.bound(fabric, collective, plans[0].root, start_ups)
+        except PlanError:
+            continue
+        for chain, rate in below:
+            if chain < limit.chain * (1 - TOLERANCE):
+                assert rate <= bound * (1 + TOLERANCE)
+                held += 1
+    assert held
+
+
+def test_a_file_without_limits_of_exits_still_verifies() -> None:
+    """Limits are in the file, so a bound that an earlier version proved is recomputed as it was."""
+    plans = topoplan.plan_by_size("torus:9", sizes=[1 << 20])
+    assert plans.times is not None
+    kinds = [one.kind for one in plans.times.limits]
+    assert kinds == ["exits", "exits"]
+    earlier = replace(plans, times=times_of(plans, (), [1 << 20]))
+    found, now = check_times(earlier), check_times(plans)
+    assert found is not None
+    assert now is not None
+    assert found.seconds(1 << 20) < now.seconds(1 << 20)
+    assert SizePlans.from_json(plans.to_json()) == plans
 
 
 def test_between_servers_each_hop_more_allows_less_traffic() -> None:
@@ -113,18 +231,37 @@ def test_what_a_chain_of_some_length_can_do() -> None:
         (HeightLimit(4e-5, 2, (("gpu0", "gpu1", 1),)), "may have more than 2 hops"),
         (HeightLimit(1e-5, 2, ()), "have no length"),
         (HeightLimit(1e-5, 2, (("gpu0", "gpu1", -1),)), "must be whole numbers from 0 on"),
+        (ExitLimit(4e-5, 2e-5, (("gpu0", "gpu1", 1),)), "may count a hop of far ranks twice"),
+        (ExitLimit(1e-5, 0.0, (("gpu0", "gpu1", 1),)), "do not reach all ranks"),
+        (ExitLimit(3e-5, 0.0, ()), "have no length"),
+        (ExitLimit(3e-5, 0.0, (("gpu0", "gpu1", -1),)), "must be whole numbers from 0 on"),
     ],
 )
-def test_what_proves_nothing_is_refused(limit: GroupLimit | HeightLimit, told: str) -> None:
+def test_what_proves_nothing_is_refused(limit: GroupLimit | HeightLimit | ExitLimit, told: str) -> None:
     fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
     with pytest.raises(PlanError, match=told):
         limit.bound(fabric, "allreduce", None, least_start_ups(fabric))
 
 
+def test_limits_of_exits_need_direct_wires_and_one_buffer() -> None:
+    limit = ExitLimit(3e-5, 0.0, (("gpu0", "nvswitch0", 1),))
+    for name, collective, told in (
+        ("dgx-2", "allreduce", "and no switch"),
+        ("dgx-1v", "allgather", "one buffer"),
+    ):
+        fabric = Fabric(topoplan.load(name), ("nvlink",))
+        with pytest.raises(PlanError, match=told):
+            limit.bound(fabric, collective, None, least_start_ups(fabric))
+
+
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        ({"kind": "guess", "chain": 1.0}, "limit: kind 'guess' is unknown; use groups or heights"),
+        ({"kind": "exits", "chain": 1.0, "far": -1, "lengths": []}, "far must be a number of zero or more"),
+        (
+            {"kind": "guess", "chain": 1.0},
+            "limit: kind 'guess' is unknown; use groups, heights, exits or starts",
+        ),
         ({"kind": "groups", "chain": 1.0, "between": "racks", "side": []}, "between must be one of ranks"),
         (
             {"kind": "heights", "chain": 1.0, "height": 2, "lengths": [["gpu0", 1]]},

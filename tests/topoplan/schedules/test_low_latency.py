@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from topoplan.model.dataflow import LAUNCH, START_UP
 from topoplan.model.event_simulation import run_events
 from topoplan.plans.shards import Shard
 from topoplan.reading.load import library
-from topoplan.schedules.low_latency import one_shot_along, one_shot_servers
+from topoplan.schedules.hierarchical import grid_exchange
+from topoplan.schedules.low_latency import _spread, lowest_tree, one_shot_along, one_shot_servers
 from topoplan.schedules.parameter_server import KEYS, HashRing, parameter_server
 from topoplan.schedules.ring_forest import shortest_route
 from topoplan.schedules.routes import LeastLoaded
@@ -318,3 +320,75 @@ def test_replicas_cost_one_copy_of_each_sum(placement: str, replicas: int) -> No
     assert taken == pytest.approx(replicas * nbytes)
     if placement == "equal":
         assert made.rate == pytest.approx(10 * 3 / (4 + replicas))
+
+
+@pytest.mark.parametrize(
+    ("name", "rotated", "shards", "depth", "rate"),
+    [
+        ("dgx-1p", False, 4, 3, 40),
+        ("pcie-x8", False, 4, 3, 10),
+        ("torus:3,3@25", False, 3, 3, Fraction(75, 2)),
+        ("torus:3,3@25", True, 6, 3, 50),
+        ("torus:3,3,3@25", True, 27, 5, 75),
+        ("bcube:2,3", False, 4, 5, None),
+    ],
+)
+def test_a_grid_exchange_has_one_hop_less_than_twice_its_dimensions(
+    name: str, rotated: bool, shards: int, depth: int, rate: Fraction | None
+) -> None:
+    """On 3 x 3 ranks a link has a third in and out of the owner, or a third across; rotated, half of the sum of both.
+
+    Every rank has the sum in the end, and all have the same bits.
+    """
+    made = grid_exchange(name, rotated=rotated)
+    assert (made.num_trees, made.depth) == (shards, depth)
+    assert topoplan.verify(made).rate == float(made.rate)
+    if rate is not None:
+        assert made.rate == pytest.approx(float(rate))
+    generator = np.random.default_rng(7)
+    buffers = [generator.standard_normal(216) for _ in made.ranks]
+    with Communicator(made, backend="loopback") as communicator:
+        results = communicator.all_reduce([buffer.copy() for buffer in buffers])
+    assert all(np.array_equal(result, results[0]) for result in results)
+    assert np.allclose(results[0], np.sum(buffers, axis=0))
+
+
+def test_a_grid_exchange_needs_a_grid_and_an_allreduce() -> None:
+    with pytest.raises(InfeasibleError, match="the 5 GPUs are not a grid"):
+        grid_exchange("torus:5")
+    with pytest.raises(UsageError, match="a grid exchange is an allreduce, not broadcast; choose another"):
+        grid_exchange("torus:3,3", "broadcast")
+    assert grid_exchange("v100x4", gpus=[2]).num_trees == 0
+
+
+@pytest.mark.parametrize("collective", ["allgather", "reduce_scatter"])
+@pytest.mark.parametrize(("name", "most"), [("torus:3,3", 2), ("torus:3,3,3", 5), ("torus:4,4", 4)])
+def test_lowest_trees_start_as_few_copies_on_a_wire_as_there_can_be(
+    name: str, most: int, collective: str
+) -> None:
+    """Every rank takes in N - 1 blocks over its wires: 8 over 4, 26 over 6, 15 over 4."""
+    made = lowest_tree(name, collective)
+    copies = Counter(
+        (edge.parent, edge.child) for shard in made.shards for stage in shard.stages for edge in stage.edges
+    )
+    assert max(copies.values()) == most
+    assert topoplan.verify(made).rate == made.rate
+
+
+@given(st.data())
+def test_items_are_spread_as_evenly_as_possible(data: st.DataObject) -> None:
+    """The fullest place has as little for its width as in the best of all assignments."""
+    places = range(data.draw(st.integers(1, 4)))
+    width = {place: data.draw(st.integers(1, 3)) for place in places}
+    allowed = {
+        item: sorted(data.draw(st.sets(st.sampled_from(places), min_size=1)))
+        for item in range(data.draw(st.integers(0, 5)))
+    }
+
+    def fullest(chosen: tuple[int, ...]) -> Fraction:
+        return max((Fraction(chosen.count(place), width[place]) for place in places), default=Fraction(0))
+
+    found = {item: options[0] for item, options in allowed.items()}
+    _spread(found, allowed, width)
+    assert all(place in allowed[item] for item, place in found.items())
+    assert fullest(tuple(found.values())) == min(map(fullest, product(*allowed.values())))
