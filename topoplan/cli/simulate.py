@@ -474,7 +474,7 @@ MAX_DESCRIBED = 5
 
 
 def _crossing_text(crossing: Crossover, rival: Plan, largest: int) -> str:
-    before = "NCCL's ring before 2.8; " if rival.method == "ring" else "NCCL's all_to_all; "
+    before = "NCCL's ring before 2.8, as messages; " if rival.method == "ring" else "NCCL's all_to_all; "
     if crossing.nbytes is None:
         return f"{before}faster than the plan at {format_size(largest)}"
     if crossing.faster_below != "second":
