@@ -327,7 +327,8 @@ compare dgx-1v --gpus 1,4,5,7 --notes  |  50.00  |  NCCL before 2.8: pcie ring  
 compare v100x4 --all-allocations  |  11 allocations
 order dgx-1v  |  GPUs         0,3,2,1,5-7,4 on every host  |  provably optimal: every order was tried
 order dgx-1v --gpus 0,3,2,1,5,6,7,4  |  : the order as given is the best
-simulate dgx-2  |  the plan is faster than NCCL's best from 64KB on  |  NCCL's ring before 2.8, as messages; the plan is never slower
+simulate dgx-2  |  the plan is faster than NCCL's best from 64KB on
+    |  NCCL's ring before 2.8, as messages; the plan is never slower
 """
 """A command, and parts of what it prints."""
 
