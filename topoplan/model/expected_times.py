@@ -187,12 +187,14 @@ class Place:
     """A machine, as far as the costs of implementations depend on it.
 
     port: GB/s in one direction of all links of a GPU to the other GPUs of its server.
+    switched: whether NVSwitches join them.
     """
 
     generation: str
     ranks: int
     servers: int
     port: float
+    switched: bool
 
     @classmethod
     def of(cls, topology: Topology) -> Place | None:
@@ -206,7 +208,8 @@ class Place:
             return None
         servers = len(FabricServers(fabric).names)
         port = _port(fabric)
-        return cls(generation, fabric.size, servers, port) if port else None
+        switched = any(device.kind == "nvswitch" for device in topology.devices)
+        return cls(generation, fabric.size, servers, port, switched) if port else None
 
     def suits(self, costs: FittedCosts, collective: str) -> bool:
         """Return whether the costs are of such a machine and collective."""
@@ -233,7 +236,7 @@ class Place:
             return 1e-6, planned
         if implementation in _IN_SWITCH:
             # NCCL does not use the switch between two GPUs
-            return 1e-6, self.port * n / (n + 1) if n > 2 else 0.0
+            return 1e-6, self.port * n / (n + 1) if n > 2 and self.switched else 0.0
         if implementation == "one-shot":
             return 1e-6, self.port / (n - 1)
         return 1e-6, self.port / bus_factor(collective, n)

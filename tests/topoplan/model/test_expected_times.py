@@ -134,8 +134,8 @@ def test_two_gpus_have_no_reduction_in_the_switch() -> None:
 
 def test_a_gpu_of_text_is_placed_by_its_links() -> None:
     place = Place.of(topoplan.load("dgx-h100"))
-    assert place == Place("Hopper", 8, 1, 450.0)
-    assert Place.of(topoplan.load("mi300x")) == Place("CDNA 3", 8, 1, 448.0)
+    assert place == Place("Hopper", 8, 1, 450.0, True)
+    assert Place.of(topoplan.load("mi300x")) == Place("CDNA 3", 8, 1, 448.0, False)
 
 
 def test_the_fit_finds_costs_again_and_judges_them(
@@ -199,3 +199,13 @@ def test_thresholds_of_a_machine_without_measurements_are_refused() -> None:
 def test_the_benchmark_refuses_a_fit_without_rows() -> None:
     with pytest.raises(UsageError, match="--fit needs published rows"):
         published.main(["--fit", "x.csv"])
+
+
+def test_a_mesh_without_a_switch_has_no_reduction_in_it() -> None:
+    mesh = topoplan.load("nvlink-x4").to_networkx()
+    for _, facts in mesh.nodes(data=True):
+        if facts.get("kind") == "gpu":
+            facts["model"] = "NVIDIA H100 80GB HBM3"
+    known = {one.implementation for one in expected_times(topoplan.load(mesh), "allreduce")}
+    assert "two-shot" in known
+    assert not known & {"nvls", "multimem"}
