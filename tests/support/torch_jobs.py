@@ -32,8 +32,9 @@ def told_by_all(
     path = str(ROOT / "tests" / "jobs" / program)
     _, errors, statuses = forked([path, str(folder)], folder, ranks=ranks, settings=settings)
     expected = [-signal.SIGKILL if rank in killed else 0 for rank in range(ranks)]
-    assert statuses == expected, f"ended with {statuses}: {errors[-5000:]}"
     files = [folder / f"{rank}.json" for rank in range(ranks)]
+    told = "".join(one.read_text()[-1000:] for one in files if statuses != expected and one.exists())
+    assert statuses == expected, f"ended with {statuses}: {errors[-5000:]}{told}"
     return [
         json.loads(one.read_text()) for rank, one in enumerate(files) if rank not in killed or one.exists()
     ]

@@ -417,15 +417,18 @@ def _direct(
             places = next((one for one in tries if one is not None), None)
     elif places is None:
         # numbers above the count are those of a larger machine
-        known = numbers != tuple(range(count)) or _same_model(server, machine)
+        same = _same_model(server, machine)
+        known = same or numbers != tuple(range(count))
         short = short_pairs(have, other.carried, numbers)
         if (short and len(short) == 1 and known) or (short is not None and 2 * count > len(other.gpus)):
             places = numbers
-        elif known:
+        elif same:
             places = embed(have, other.carried, pairs=1, first=numbers, host=host)
     if places is None:
         return None
-    single = count < len(other.gpus) and len(short_pairs(have, other.carried, places) or ()) == 1
+    # the only pair of two GPUs shows no machine that it could be short of
+    judged = count > 2 or _same_model(server, machine)
+    single = judged and count < len(other.gpus) and len(short_pairs(have, other.carried, places) or ()) == 1
     if not exact and not single and not _credible(server, shape, machine, have, other, places):
         return None
     wanted = [

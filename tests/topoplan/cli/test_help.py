@@ -63,7 +63,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "bus-ids.csv": "\n".join(f"{gpu}, 00000000:{gpu + 6:02X}:00.0" for gpu in range(8)),
         "topology.conf": "SwitchName=a Nodes=n[1-2]\nSwitchName=b Nodes=n[3-4]\nSwitchName=c Switches=a,b\n",
         "hosts.txt": "n1\nn3\nn2\nn4\n",
-        **dict.fromkeys(("nccl-tests.log", "ring.log", "tree.log"), log),
+        **dict.fromkeys(("nccl-tests.log", "ring.log", "tree.log", "old.log", "new.log"), log),
     }
     for name, text in texts.items():
         (folder / name).write_text(text)

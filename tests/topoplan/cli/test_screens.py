@@ -120,7 +120,7 @@ dgx-1v --channels nvlink+pcie  |  provably optimal
 dgx-1v --channels all --method mwu  |  below the upper bound
 mi250 --collective alltoall  |  provably optimal
 dgx-2 --collective broadcast  |  provably optimal
-dgx-1v --sizes  |  4 schedules by size, from 391.6KB, 2.37MB, 23.5MB
+dgx-1v --sizes  |  5 schedules by size, from 156.3KB, 859.4KB, 2.877MB, 23.5MB
 dgx-2 --sizes --engine windows  |  2 schedules by size, from 4.001KB
 dgx-1v --mesh dp=2,tp=4  |  provably optimal
 CLUSTER 8 --mesh dp=8,tp=8  |  provably optimal without in-network reduction

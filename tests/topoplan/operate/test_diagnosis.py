@@ -327,8 +327,13 @@ SHAPES: dict[str, Callable[[int, int], int]] = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_machines_that_nobody_knows_give_no_alarm(shape: str) -> None:
     for gpus in range(2, 9):
-        machine = of_wires(gpus, SHAPES[shape])
-        assert diagnose(machine).faults == (), gpus
+        found = diagnose(of_wires(gpus, SHAPES[shape]))
+        if (shape, gpus) == ("quads", 5):
+            # GPUs 0 to 4 of a DGX-1 with P100s, without the only wire of GPU 4
+            assert [(fault.kind, fault.devices) for fault in found.faults] == [("no NVLink", ("gpu4",))]
+            assert found.faults[0].should_be == "1 NVLink of 20 GB/s"
+        else:
+            assert found.faults == (), gpus
 
 
 def test_a_machine_that_nobody_knows_is_held_against_itself() -> None:
