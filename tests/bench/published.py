@@ -37,6 +37,7 @@ from topoplan.machine.topology import Topology
 from topoplan.model.expected_times import (
     HALVES,
     IMPLEMENTATIONS,
+    MOST_GPUS,
     OF_NCCL,
     ExpectedTimes,
     FittedCosts,
@@ -75,9 +76,6 @@ ALIASES = {"nccl-ring-or-tree": "nccl", "forestcoll": "msccl-trees"}
 """Implementations under other names: an A100 has no third algorithm, and ForestColl's trees ran on MSCCL."""
 
 REDUCED = ("allreduce", *HALVES)
-
-MOST_GPUS = 256
-"""Of a row; NCCL's model takes minutes for more."""
 
 FEWEST = 3
 """Fewer rows of a kind are not fitted."""
@@ -295,7 +293,7 @@ def judge(rows: Sequence[Measured], *, every: bool) -> None:
     for row, ratio in sorted(found, key=lambda one: -abs(log(one[1])))[:15]:
         print(f"  {_words(row)}  {ratio:.2f}  {row.source}")
     print(f"not claimed: {sum(without.values())} of {len(rows)} rows")
-    machines = {machine: [] for machine, _ in without}  # type: dict[str, list[str]]
+    machines: dict[str, list[str]] = defaultdict(list)
     for (machine, name), count in without.items():
         machines[machine].append(f"{name} {count}")
     for machine, names in machines.items():

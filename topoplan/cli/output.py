@@ -296,7 +296,7 @@ def microseconds(seconds: float) -> str:
 def expected_words(one: Quickest) -> str:
     """Return where expected times come from."""
     if one.nccl is None:
-        return "NCCL has no model of this machine; ours by the model"
+        return "NCCL's time is not known here; ours by the model"
     if not one.nccl.measured:
         return "by models alone, since no measurements of such a machine are published"
     return (

@@ -198,7 +198,7 @@ def far_nics(machine: Topology) -> tuple[str, ...]:
         for gpu, kind in kinds[nic].items():
             nearest[gpu] = min(kind, nearest.get(gpu, kind))
     doors = {gpu for near in kinds.values() for gpu, kind in near.items() if kind <= _SWITCHES}
-    beside = _nvlink_neighbours(machine)
+    beside = nvlink_neighbours(machine.links, machine.gpus)
     relayed = all(gpu in doors or doors & beside[gpu] for gpu in machine.gpus) and all(
         gpu_identity(device, amd=False).capability >= _AMPERE
         for device in machine.devices
@@ -222,13 +222,13 @@ _SWITCHES = 1
 """`path_kind` of a NIC that PCIe switches alone join to a GPU, PXB: through such a GPU others send (PXN)."""
 
 
-def _nvlink_neighbours(machine: Topology) -> dict[str, set[str]]:
-    """Return the GPUs that NVLink joins to each GPU, directly or through one switch."""
+def nvlink_neighbours(links: Iterable[Link], gpus: Iterable[str]) -> dict[str, set[str]]:
+    """Return the GPUs that NVLinks join to each GPU, directly or through one switch."""
     out: dict[str, set[str]] = {}
-    for link in machine.links:
+    for link in links:
         if link.channel == "nvlink":
             out.setdefault(link.src, set()).add(link.dst)
-    gpus = set(machine.gpus)
+    gpus = set(gpus)
     return {
         gpu: {
             end

@@ -365,6 +365,12 @@ def clock(plan: Plans, chunk_bytes: int | None = None) -> Callable[[int], Timeli
     return time
 
 
+def plan_seconds(plan: Plan) -> Callable[[int], float]:
+    """Return the seconds of `clock` as a function of the size."""
+    time = clock(plan)
+    return lambda nbytes: time(nbytes).seconds
+
+
 def _one_after_another(plan: Plan, nbytes: int, times: Sequence[Timeline]) -> Timeline:
     """Return the time of a plan whose rounds take ``times``."""
     link_bytes: dict[LinkName, float] = {}

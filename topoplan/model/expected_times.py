@@ -40,9 +40,10 @@ from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric, usable_fabric
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.machine.hardware import gpu_identity, is_amd, known_capability, nvlink_counts, with_capable
+from topoplan.machine.nic_wiring import nvlink_neighbours
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import with_all_capabilities
-from topoplan.model.closed_form import clock
+from topoplan.model.closed_form import plan_seconds
 from topoplan.plans.plan import Plan, Plans
 from topoplan.schedules.nccl_tuning import (
     COLLECTIVES,
@@ -60,22 +61,18 @@ TABLE = Path(__file__).with_name("expected_times.csv")
 OF_NCCL = {"nccl": None, "nccl-ring": RING, "nccl-tree": TREE}
 """Implementations whose start and rate are multiples of what NCCL expects, with the algorithm."""
 
-IMPLEMENTATIONS = (
-    *OF_NCCL,
-    "nvls",
-    "nccl-symm",
-    "one-shot",
-    "two-shot",
-    "two-shot-torch",
-    "multimem",
-    "mscclpp",
-    "msccl-trees",
-)
+KERNELS = ("nccl-symm", "one-shot", "two-shot", "two-shot-torch", "multimem", "mscclpp")
+"""Implementations beside NCCL's own choice that a program can call."""
+
+IMPLEMENTATIONS = (*OF_NCCL, "nvls", *KERNELS, "msccl-trees")
+
+MOST_GPUS = 256
+"""The most GPUs for which NCCL's time is asked beside a plan's: its model takes seconds for more."""
 
 HALVES = ("allgather", "reduce_scatter")
 _IN_SWITCH = ("nvls", "multimem")
-_GENERATIONS = {80: "Ampere", 90: "Hopper", 100: "Blackwell"}
-"""Generation by the lowest compute capability; consumer GPUs, from 120 on, have none."""
+_GENERATIONS = {80: "Ampere", 90: "Hopper", 100: "Blackwell", 103: "Blackwell"}
+"""Generation by compute capability, of GPUs that NVSwitches join."""
 
 _AMD = {"gfx942": "CDNA 3", "gfx950": "CDNA 4"}
 
@@ -146,10 +143,10 @@ def fitted_seconds(moving: float, start: float, fill: float) -> float:
 def fitted_costs() -> tuple[FittedCosts, ...]:
     """Return the table."""
     with TABLE.open(encoding="utf-8", newline="") as lines:
-        return tuple(costs_of_row(row) for row in csv.DictReader(lines))
+        return tuple(_costs_of_row(row) for row in csv.DictReader(lines))
 
 
-def costs_of_row(row: Mapping[str, str]) -> FittedCosts:
+def _costs_of_row(row: Mapping[str, str]) -> FittedCosts:
     """Return the costs in a row of the table's columns."""
     whole, decimal = ("servers", "rows", "least", "most"), ("start", "share", "fill")
     values: dict[str, Any] = dict(row)
@@ -225,12 +222,11 @@ class Place:
         self, implementation: str, collective: str, model: Sequence[NcclExpectation], planned: float = 0.0
     ) -> tuple[float, float]:
         """Return the unit of the start in seconds, and R in GB/s; 0 for what the machine does not have."""
-        if implementation in OF_NCCL:
+        if implementation in OF_NCCL and not self.generation.startswith("CDNA"):
             algorithm = OF_NCCL[implementation]
             known = [one for one in model if algorithm in (None, one.algorithm)]
-            if not known:
-                return self._of_rccl(collective)
-            return min(one.latency for one in known), max(one.bandwidth for one in known)
+            latency = min((one.latency for one in known), default=0.0)
+            return latency, max((one.bandwidth for one in known), default=0.0)
         n = self.ranks
         if implementation == "msccl-trees":
             return 1e-6, planned
@@ -241,11 +237,6 @@ class Place:
             return 1e-6, self.port / (n - 1)
         return 1e-6, self.port / bus_factor(collective, n)
 
-    def _of_rccl(self, collective: str) -> tuple[float, float]:
-        if not self.generation.startswith("CDNA"):
-            return 0.0, 0.0
-        return 1e-6, self.port / bus_factor(collective, self.ranks)
-
 
 def _generation(topology: Topology) -> str | None:
     """Return the generation of all GPUs; None if they differ or are unknown."""
@@ -254,34 +245,27 @@ def _generation(topology: Topology) -> str | None:
         known = {_AMD.get(gpu_identity(gpu, amd=True).gcn) for gpu in gpus}
     else:
         counts = nvlink_counts(topology)
-        known = set()
-        for gpu in gpus:
-            sm = known_capability(gpu, counts.get(gpu.name, 0))
-            least = max((one for one in _GENERATIONS if sm is not None and one <= sm < 120), default=None)
-            known.add(None if least is None or sm in (86, 87, 89) else _GENERATIONS[least])
+        known = {_GENERATIONS.get(known_capability(gpu, counts.get(gpu.name, 0)) or 0) for gpu in gpus}
     return known.pop() if len(known) == 1 else None
 
 
 def _port(fabric: Fabric) -> float:
     """Return the rate of the links of a GPU; 0 if GPUs of a server reach others through a third, or at other rates."""
     servers = FabricServers(fabric)
-    inside = [number for number in range(len(fabric.links)) if not servers.crossing[number]]
-    near: dict[str, set[str]] = {}
-    rates: dict[str, float] = dict.fromkeys(fabric.ranks, 0.0)
-    for number in inside:
-        link = fabric.links[number]
-        if link.channel == "nvlink":
-            near.setdefault(link.src, set()).add(link.dst)
-            if link.src in rates:
-                rates[link.src] += link.bandwidth
-    gpus = set(fabric.ranks)
+    inside = [
+        link
+        for number, link in enumerate(fabric.links)
+        if link.channel == "nvlink" and not servers.crossing[number]
+    ]
+    rates = dict.fromkeys(fabric.ranks, 0.0)
+    for link in inside:
+        if link.src in rates:
+            rates[link.src] += link.bandwidth
+    beside = nvlink_neighbours(inside, fabric.ranks)
     for members in servers.members:
         names = {fabric.ranks[rank] for rank in members}
-        for name in names:
-            switches = near.get(name, set()) - gpus
-            reached = near.get(name, set()).union(*(near.get(switch, set()) for switch in switches))
-            if not names <= reached | {name}:
-                return 0.0
+        if any(names - beside[name] - {name} for name in names):
+            return 0.0
     return rates[fabric.ranks[0]] if len(set(rates.values())) == 1 else 0.0
 
 
@@ -372,12 +356,6 @@ class _NcclTimes:
         return NcclTime(nbytes, seconds, runs, self._factor, self._fitted is not None)
 
 
-def plan_seconds(plan: Plan) -> Callable[[int], float]:
-    """Return a plan's model time as a function of the bytes."""
-    time = clock(plan)
-    return lambda nbytes: time(nbytes).seconds
-
-
 def nccl_times(plan: Plans, rivals: Mapping[str, Plan], sizes: Sequence[int]) -> tuple[NcclTime, ...]:
     """Return the times of NCCL for the request of a plan: what its own model chooses, with the fitted time.
 
@@ -395,16 +373,12 @@ def nccl_times(plan: Plans, rivals: Mapping[str, Plan], sizes: Sequence[int]) ->
     return tuple(one for one in found if one is not None)
 
 
-KERNELS = ("nccl-symm", "one-shot", "two-shot", "two-shot-torch", "multimem", "mscclpp")
-"""Implementations beside NCCL's own choice that a program can call."""
-
-
 @dataclass(frozen=True, slots=True)
 class Quickest:
     """The implementation that is expected to be quickest for a buffer: ``ours``, one of NCCL's, or one of `KERNELS`.
 
     ours: seconds of our plan.
-    nccl: NCCL's own choice; None if its time is unknown.
+    nccl: NCCL's own choice; None if its time is unknown, or for more than `MOST_GPUS`.
     """
 
     nbytes: int
@@ -430,9 +404,8 @@ class ExpectedWinners:
     """
 
     def __init__(self, plan: Plans, rivals: Mapping[str, Plan] | None = None) -> None:
-        self._plan, self._rivals = plan, rivals or {}
-        self._times = _NcclTimes(plan, self._rivals)
-        known = self._times.known
+        self._nccl = _NcclTimes(plan, rivals or {}) if len(plan.ranks) <= MOST_GPUS else None
+        known = () if self._nccl is None else self._nccl.known
         self._kernels = [one for one in known if one.implementation in KERNELS]
         self._like_ours = [*self._kernels, *(one for one in known if one.implementation == "msccl-trees")]
 
@@ -444,7 +417,7 @@ class ExpectedWinners:
         covered = [(one.seconds(nbytes), one.implementation) for one in self._kernels if one.covers(nbytes)]
         floor = min((one.seconds(nbytes) for one in self._like_ours if one.covers(nbytes)), default=0.0)
         ours = max(ours, floor)
-        nccl = self._times.at(nbytes)
+        nccl = None if self._nccl is None else self._nccl.at(nbytes)
         listed = [*([(nccl.seconds, "nccl")] if nccl else []), *covered, (ours, "ours")]
         seconds, name = min(listed, key=lambda one: one[0])
         return Quickest(nbytes, name, seconds, ours, nccl)

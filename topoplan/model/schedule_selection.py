@@ -25,7 +25,7 @@ from topoplan.machine.fabric import CHANNEL_SPLITS, UNIONS, Fabric, channel_word
 from topoplan.machine.hardware import is_amd
 from topoplan.machine.topology import Topology, TopologyLike
 from topoplan.model.candidates import candidates, chain_limits, doubled
-from topoplan.model.closed_form import clock
+from topoplan.model.closed_form import plan_seconds
 from topoplan.model.dataflow import LAUNCH
 from topoplan.model.times_by_size import TimeBound, least_start_ups, start_up_diameter, time_bound, times_of
 from topoplan.model.window_engine import EngineCosts, WindowsClock, costs_of, words_of
@@ -78,8 +78,7 @@ class ScheduleChoice:
 
 def _by_messages(plan: Plan) -> Callable[[int], float]:
     """Return a cached function from bytes to seconds."""
-    time = clock(plan)
-    return cache(lambda nbytes: time(nbytes).seconds)
+    return cache(plan_seconds(plan))
 
 
 def _floor(plan: Plan) -> Callable[[int], float]:

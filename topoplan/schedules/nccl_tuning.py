@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric, usable_fabric
@@ -179,6 +180,7 @@ def channel_count(algorithm: str, protocol: str, nbytes: int, *, ranks: int, mos
     return max(1, min(most, nbytes // least)) if least else min(most, MOST_CHANNELS)
 
 
+@lru_cache(maxsize=16)
 def setting_of(topology: Topology) -> NcclSetting:
     """Return the properties of a communicator of all GPUs of a machine.
 

@@ -90,7 +90,7 @@ def holder() -> Iterator[int]:
 
 
 def open_files() -> list[str]:
-    """The descriptors of this process, without those that earlier tests have left to the garbage collector."""
+    """The open descriptors of this process; garbage of earlier tests is collected first."""
     gc.collect()
     return sorted(os.listdir("/proc/self/fd"))
 

@@ -30,7 +30,8 @@ from topoplan.machine.fabric_structure import FabricServers
 from topoplan.machine.hardware import with_capable
 from topoplan.machine.topology import Topology, TopologyLike, as_topology
 from topoplan.machine.variants import with_all_capabilities
-from topoplan.model.expected_times import ExpectedWinners, nccl_model, plan_seconds
+from topoplan.model.closed_form import plan_seconds
+from topoplan.model.expected_times import ExpectedWinners, nccl_model
 from topoplan.model.times_by_size import TimeBound, time_bound
 from topoplan.operate.compare.allocations import MOST_LISTED, AllocationClass, allocation_classes
 from topoplan.operate.compare.table import NO_RING, Comparison
@@ -108,7 +109,6 @@ def compare(
     best = max(ran, key=lambda name: rivals[name].rate, default="")
     nccl = rivals.get(best)
     timed = sizes and collective != ALL_TO_ALL and len(chosen) > 1
-    ran_by_name = {name: rivals[name] for name in ran}
     over_nccl = exact.get(best)
     notes = [f"trees: {note}" for note in trees.notes]
     able = with_all_capabilities(with_capable(topology))
@@ -163,7 +163,11 @@ def compare(
         allocations=(chosen,),
         nccl_nvls=max(switched.values(), default=None),
         nccl_nvls_kind=max(switched, key=lambda name: switched[name], default=NO_RING),
-        quickest=ExpectedWinners(trees, ran_by_name).ranges(plan_seconds(trees), sizes) if timed else (),
+        quickest=(
+            ExpectedWinners(trees, {name: rivals[name] for name in ran}).ranges(plan_seconds(trees), sizes)
+            if timed
+            else ()
+        ),
     )
 
 
