@@ -23,11 +23,12 @@ from topoplan.cli.arguments import (
     whole_number,
 )
 from topoplan.errors import UsageError
-from topoplan.machine.cluster import TRANSPORTS, cluster
+from topoplan.machine.cluster import cluster
 from topoplan.machine.cluster_network import NETWORKS, Server
 from topoplan.machine.named_nodes import domain
 from topoplan.machine.nic_wiring import NIC_ACCESS
 from topoplan.machine.topology import Topology
+from topoplan.machine.transport import TRANSPORTS
 from topoplan.machine.variants import (
     IN_NETWORK_CHOICES,
     find_devices,

@@ -1,13 +1,4 @@
-"""Build a cluster as one topology: servers s0, s1, … with their NICs, network and transport.
-
-A transport carries bytes between a NIC and the buffers of a rank. TCP passes the kernel, which takes time to start and
-copies every byte twice. DPDK hands packets to the process without the kernel, and one core polls each NIC. RDMA reads
-and writes the buffers in hardware and needs a lossless network (priority flow control), which spreads congestion. The
-figures are assumptions: two machines differ more than two transports. Measured links (`topoplan.operate.calibration`)
-replace start-ups and rates; copies and cores stay. Shares of the wire are the payload of Ethernet frames: 1448 of 1538
-bytes for TCP segments in frames of 1500, also for DPDK; 4096 of 4178 for RoCE v2. Not in the model: the copy rate of a
-core, retransmission, pauses of a lossless network.
-"""
+"""Build a cluster as one topology: servers s0, s1, … with their NICs, network and transport."""
 
 from __future__ import annotations
 
@@ -17,6 +8,7 @@ from functools import partial
 from typing import cast
 
 from topoplan.errors import UsageError
+from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.cluster_network import (
     MOST_NICS,
     ClusterNetwork,
@@ -30,82 +22,8 @@ from topoplan.machine.cluster_network import (
 )
 from topoplan.machine.nic_wiring import NicPort, WiredServer, machine_nics, nic_machine, wire_server
 from topoplan.machine.topology import FASTEST, SLOWEST, Device, Link, Topology, check_memory, facts, is_number
+from topoplan.machine.transport import Transport, transport_of
 from topoplan.units import counted
-
-
-@dataclass(frozen=True, slots=True)
-class Transport:
-    """The costs of a transport.
-
-    ``alpha`` is in seconds for a message between servers, ``share`` the payload's part of the wire. ``copies`` are
-    those of each sent byte, and of each received one, in the host's memory; ``polling`` cores do nothing but poll one
-    NIC. ``lossless`` means that the network must not drop packets.
-    """
-
-    name: str
-    alpha: float
-    share: float
-    copies: int
-    polling: int
-    lossless: bool
-
-    def memory_load(self, out: float, back: float) -> float:
-        """Return the memory traffic in GB/s of copies on a host whose NICs send and receive so many GB/s."""
-        return self.copies * (out + back)
-
-    def rate(self, wire: float, *, nics: int = 1, memory: float | None = None) -> float:
-        """Return the payload rate in GB/s of a NIC in each direction.
-
-        ``wire`` is the NIC's GB/s, ``nics`` the number of NICs that share the host's memory, ``memory`` the GB/s that
-        copies may take of it; None means no limit.
-
-        >>> round(TRANSPORTS["tcp"].rate(12.5), 3), TRANSPORTS["tcp"].rate(12.5, nics=2, memory=40.0)
-        (11.769, 5.0)
-        """
-        payload = wire * self.share
-        if memory is None or not self.copies:
-            return payload
-        return min(payload, memory / (2 * self.copies * nics))
-
-    def note(self, *, nics: int, out: float, back: float) -> str:
-        """Return a note on a host whose NICs together send and receive so many GB/s."""
-        copies = (
-            f"{self.copies} {'copy' if self.copies == 1 else 'copies'} of each byte, up to "
-            f"{self.memory_load(out, back):.4g} GB/s of a server's memory"
-            if self.copies
-            else "no copies in a server's memory"
-        )
-        cores = self.polling * nics
-        polling = f"{cores or 'no'} {'core' if cores == 1 else 'cores'} polling in each server"
-        lossless = ", a network that drops nothing" if self.lossless else ""
-        return (
-            f"transport {self.name}: start-up of {self.alpha * 1e6:g} us and {self.share:.1%} of the wire, assumed "
-            f"unless calibrated; {copies}, {polling}{lossless}"
-        )
-
-
-TRANSPORTS: Mapping[str, Transport] = {
-    one.name: one
-    for one in (
-        Transport("tcp", alpha=30e-6, share=1448 / 1538, copies=2, polling=0, lossless=False),
-        Transport("dpdk", alpha=10e-6, share=1448 / 1538, copies=1, polling=1, lossless=False),
-        Transport("rdma", alpha=2e-6, share=4096 / 4178, copies=0, polling=0, lossless=True),
-    )
-}
-"""The transports by name, with assumed figures."""
-
-
-def transport_of(name: str | None, memory_gbps: float | None) -> Transport | None:
-    """Return the transport of a name, None for None; check it together with the memory that its copies may take."""
-    if name is not None and name not in TRANSPORTS:
-        raise UsageError(f"transport {str(name)[:40]!r} is unknown; use one of {', '.join(TRANSPORTS)}")
-    if memory_gbps is not None:
-        if name is None:
-            raise UsageError("memory_gbps limits what a transport copies; give a transport too, such as tcp")
-        if not is_number(memory_gbps) or not 1e-3 <= memory_gbps <= 1e6:
-            raise UsageError(f"memory_gbps {str(memory_gbps)[:40]} must be GB/s from 0.001 to 1000000")
-    return None if name is None else TRANSPORTS[name]
-
 
 MOST_HELPERS = 4096
 """Most machines without GPUs: more is taken for a typing error."""
@@ -156,7 +74,7 @@ def cluster(
         servers): each has as many NICs as the server with most, as fast as the first server's. The rate of their memory
         is not modelled.
     transport : str or None
-        ``tcp``, ``dpdk`` or ``rdma`` (see `topoplan.machine.cluster`): start-up of a message and share of the wire; a
+        ``tcp``, ``dpdk`` or ``rdma`` (see `topoplan.machine.transport`): start-up of a message and share of the wire; a
         note states copies and polling cores. None takes the whole wire, and the start-up of `topoplan.model.dataflow`.
     memory_gbps : float or None
         GB/s that the transport's copies may take of a server's memory, evenly for its NICs; None for no limit.
@@ -195,7 +113,73 @@ def cluster(
     >>> pair.name, pair.gpus[2:5], topoplan.plan(pair, "allreduce").rate
     ('dgx-1v + dgx-1v', ('s0.gpu2', 's1.gpu3', 's1.gpu4'), 5.0)
     """
-    joined = _network(network, rails, oversubscription, leaf_size)
+    made = _wire(
+        servers,
+        nic_gbps=nic_gbps,
+        nics=nics,
+        network=_network(network, rails, oversubscription, leaf_size),
+        nic_access=nic_access,
+        helpers=helpers,
+        transport=transport,
+        memory_gbps=memory_gbps,
+        flow_gbps=flow_gbps,
+    )
+    _check_memory(made)
+    devices: list[Device] = []
+    links: list[Link] = []
+    hosts: list[tuple[str, Sequence[NicPort]]] = []
+    for given, one in ((name, one) for name, one, count in made.servers for _ in range(count)):
+        name_in_cluster = given or f"s{len(hosts)}"
+        own, inner, ports = one.named(name_in_cluster)
+        devices += own
+        links += inner
+        hosts.append((name_in_cluster, ports))
+    for number in range(helpers or 0):
+        own, inner, ports = _helper(f"helper{number}", made, flow_gbps)
+        devices += own
+        links += inner
+        hosts.append((f"helper{number}", ports))
+    switches, wires = join_servers(made.network, hosts, nics=made.nics, latency=made.latency)
+    return Topology(
+        (name or made.name) + (f" + {counted(helpers, 'helper')}" if helpers else ""),
+        (*devices, *switches),
+        (*links, *wires),
+        made.notes,
+        made.source,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _WiredServers:
+    """The servers of a cluster, wired but not joined: name (or empty), wiring and number of each run of servers.
+
+    ``nics`` are those of the server with most, ``rate`` the GB/s of a NIC of the first, ``latency`` the seconds of a
+    wire of a NIC, if a transport states it.
+    """
+
+    servers: tuple[tuple[str, WiredServer, int], ...]
+    network: ClusterNetwork | SwitchTree
+    nics: int
+    rate: float
+    latency: float | None
+    name: str
+    notes: tuple[str, ...]
+    source: str
+
+
+def _wire(
+    servers: Sequence[Server],
+    *,
+    nic_gbps: float | None,
+    nics: int | str | None,
+    network: ClusterNetwork | SwitchTree,
+    nic_access: str,
+    helpers: int | None,
+    transport: str | None,
+    memory_gbps: float | None,
+    flow_gbps: float | None,
+) -> _WiredServers:
+    """Check the arguments of `cluster`, and wire every kind of server once."""
     if not isinstance(nics, str):
         check_count("nics", nics, most=MOST_NICS)
     check_count("helpers", helpers, most=MOST_HELPERS)
@@ -219,56 +203,42 @@ def cluster(
             wired[server] = (
                 wire(rate=rate) if carrier is None else _with_transport(wire, rate, carrier, memory_gbps)
             )
-    _check_memory(servers, wired)
     for server, made in wired.items():
         flow = flow_gbps if server.flow_gbps is None else server.flow_gbps
         if flow is not None:
             wired[server] = replace(
                 made, devices=tuple(_with_flow_limit(device, flow) for device in made.devices)
             )
-    kinds = [server.kind for server in servers]
-    every = [
-        (server.name, wired[kind])
-        for server, kind in zip(servers, kinds, strict=True)
-        for _ in range(server.count)
-    ]
-    devices: list[Device] = []
-    links: list[Link] = []
-    hosts: list[tuple[str, Sequence[NicPort]]] = []
-    for number, (given, one) in enumerate(every):
-        server_name = given or f"s{number}"
-        devices += [
-            replace(device, name=f"{server_name}.{device.name}", server=server_name) for device in one.devices
-        ]
-        links += [
-            replace(link, src=f"{server_name}.{link.src}", dst=f"{server_name}.{link.dst}")
-            for link in one.links
-        ]
-        ports = [
-            replace(port, sender=f"{server_name}.{port.sender}", receiver=f"{server_name}.{port.receiver}")
-            for port in one.ports
-        ]
-        hosts.append((server_name, ports))
     most, rate = max(one.nics for one in wired.values()), _rate(servers[0], nic_gbps)
     if carrier is not None:
         rate = carrier.rate(rate, nics=most, memory=memory_gbps)
-    for helper in (f"helper{number}" for number in range(helpers or 0)):
-        ports = [NicPort(nic, f"{helper}.nic{nic}", f"{helper}.nic{nic}", rate, rate) for nic in range(most)]
-        own = [Device(port.sender, "nic") for port in ports]
-        devices += [Device(helper, "helper")]
-        devices += own if flow_gbps is None else [_with_flow_limit(nic, flow_gbps) for nic in own]
-        links += [Link(helper, port.sender, "network", rate) for port in ports]
-        links += [Link(port.receiver, helper, "network", rate) for port in ports]
-        hosts.append((helper, ports))
-    latency = None if carrier is None else carrier.alpha / 2
-    switches, wires = join_servers(joined, hosts, nics=most, latency=latency)
-    return Topology(
-        (name or _name(servers)) + (f" + {counted(helpers, 'helper')}" if helpers else ""),
-        (*devices, *switches),
-        (*links, *wires),
-        _notes(wired),
-        "; ".join(dict.fromkeys(server.topology.source for server in servers if server.topology.source)),
+    return _WiredServers(
+        servers=tuple((server.name, wired[server.kind], server.count) for server in servers),
+        network=network,
+        nics=most,
+        rate=rate,
+        latency=None if carrier is None else carrier.alpha / 2,
+        name=_name(servers),
+        notes=_notes(wired),
+        source="; ".join(
+            dict.fromkeys(server.topology.source for server in servers if server.topology.source)
+        ),
     )
+
+
+def _helper(
+    name: str, made: _WiredServers, flow_gbps: float | None
+) -> tuple[list[Device], list[Link], list[NicPort]]:
+    """Return devices, links and ports of a machine without GPUs that adds and copies."""
+    ports = [
+        NicPort(nic, f"{name}.nic{nic}", f"{name}.nic{nic}", made.rate, made.rate) for nic in range(made.nics)
+    ]
+    nics = [Device(port.sender, "nic") for port in ports]
+    if flow_gbps is not None:
+        nics = [_with_flow_limit(nic, flow_gbps) for nic in nics]
+    links = [Link(name, port.sender, "network", made.rate) for port in ports]
+    links += [Link(port.receiver, name, "network", made.rate) for port in ports]
+    return [Device(name, "helper"), *nics], links, ports
 
 
 def _network(
@@ -322,14 +292,11 @@ def _with_transport(
     return replace(made, notes=(*made.notes, note))
 
 
-def _check_memory(servers: Sequence[Server], wired: Mapping[Server, WiredServer]) -> None:
+def _check_memory(made: _WiredServers) -> None:
     check_memory(
-        servers=sum(server.count for server in servers),
-        devices=sum(server.count * len(wired[server.kind].devices) for server in servers),
-        links=sum(
-            server.count * (len(wired[server.kind].links) + 2 * len(wired[server.kind].ports))
-            for server in servers
-        ),
+        servers=sum(count for _, _, count in made.servers),
+        devices=sum(count * len(one.devices) for _, one, count in made.servers),
+        links=sum(count * (len(one.links) + 2 * len(one.ports)) for _, one, count in made.servers),
     )
 
 
@@ -354,6 +321,86 @@ def _notes(wired: Mapping[Server, WiredServer]) -> tuple[str, ...]:
     return tuple(
         note if len(names) == len(machines) else f"{', '.join(names)}: {note}"
         for note, names in notes.items()
+    )
+
+
+def cluster_by_kind(
+    servers: Sequence[Server],
+    *,
+    nic_gbps: float | None = None,
+    nics: int | str | None = None,
+    network: str = "switch",
+    rails: int | None = None,
+    oversubscription: float | None = None,
+    leaf_size: int | None = None,
+    nic_access: str = "pcie",
+    transport: str | None = None,
+    memory_gbps: float | None = None,
+    flow_gbps: float | None = None,
+    name: str = "",
+) -> ClusterByKind:
+    """Join servers by a network without listing them: the same cluster as `cluster`, by kinds of servers and counts.
+
+    Parameters
+    ----------
+    servers : sequence of Server
+        As for `cluster`, without names.
+    nic_gbps, nics, network, rails, oversubscription, leaf_size, nic_access, transport, memory_gbps, flow_gbps, name
+        As for `cluster`; ``network`` is one of its kinds. A cluster by kind has no helpers.
+
+    Returns
+    -------
+    ClusterByKind
+        `topoplan.plan` takes it. ``listed()`` returns the topology that `cluster` returns.
+
+    Raises
+    ------
+    UsageError
+        As for `cluster`; a server has a name; there are more than a million servers.
+
+    See Also
+    --------
+    topoplan.cluster, topoplan.plan
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> many = cluster_by_kind([topoplan.Server("dgx-h100", count=12500)], nic_gbps=400, nic_access="direct")
+    >>> many.servers, many.size, len(many.cells)
+    (12500, 100000, 1)
+    """
+    joined = ClusterNetwork(network, rails, oversubscription, leaf_size)
+    made = _wire(
+        servers,
+        nic_gbps=nic_gbps,
+        nics=nics,
+        network=joined,
+        nic_access=nic_access,
+        helpers=None,
+        transport=transport,
+        memory_gbps=memory_gbps,
+        flow_gbps=flow_gbps,
+    )
+    named = next((server.name for server in servers if server.name), None)
+    if named is not None:
+        raise UsageError(f"servers of a cluster by kind have no names, got {named!r}; use topoplan.cluster")
+    kinds = {id(one): one for _, one, _ in made.servers}
+    number = {key: place for place, key in enumerate(kinds)}
+    runs: list[tuple[int, int]] = []
+    for _, one, count in made.servers:
+        kind = number[id(one)]
+        if runs and runs[-1][0] == kind:
+            count += runs.pop()[1]
+        runs.append((kind, count))
+    return ClusterByKind(
+        name=name or made.name,
+        kinds=tuple(kinds.values()),
+        runs=tuple(runs),
+        network=joined,
+        nics=made.nics,
+        latency=made.latency,
+        notes=made.notes,
+        source=made.source,
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -222,12 +222,15 @@ def join_servers(
     *,
     nics: int,
     latency: float | None = None,
+    numbers: Sequence[int] | None = None,
+    counts: Sequence[int] | None = None,
 ) -> tuple[list[Device], list[Link]]:
     """Return the switches, and the links to and among them.
 
     ``servers`` are names with ports, whose devices have their names in the cluster; ``nics`` are those of the server
-    with most, in use or not; ``latency`` is in seconds, for the wires of NICs. UsageError for more rails than NICs, or
-    for servers that cannot reach each other.
+    with most, in use or not; ``latency`` is in seconds, for the wires of NICs. ``numbers`` are the servers' numbers, by
+    default 0, 1 and so on; ``counts`` is how many servers each represents on its switches, by default one: the uplinks
+    are those of all. UsageError for more rails than NICs, or for servers that cannot reach each other.
     """
     if isinstance(network, SwitchTree):
         return _join_tree(network, servers, latency)
@@ -240,9 +243,9 @@ def join_servers(
         )
     homes = [
         [_switch(network, number, port.number, rails) for port in ports]
-        for number, (_, ports) in enumerate(servers)
+        for number, (_, ports) in zip(numbers or range(len(servers)), servers, strict=True)
     ]
-    links, down = _plugged(servers, homes, latency)
+    links, down = _plugged(servers, homes, latency, counts)
     switches = sorted(down, key=lambda name: (len(name), name))
     if network.has_spine and len(switches) > 1:
         ratio = exact(network.oversubscription or 1.0)
@@ -255,16 +258,19 @@ def join_servers(
 
 
 def _plugged(
-    servers: Sequence[tuple[str, Sequence[NicPort]]], homes: Iterable[Sequence[str]], latency: float | None
+    servers: Sequence[tuple[str, Sequence[NicPort]]],
+    homes: Sequence[Sequence[str]],
+    latency: float | None,
+    counts: Sequence[int] | None = None,
 ) -> tuple[list[Link], dict[str, Counter[tuple[float, float]]]]:
     """Return the links of all ports with their switches, and the ports' rates out and back at every switch."""
     links: list[Link] = []
     down: dict[str, Counter[tuple[float, float]]] = defaultdict(Counter)
-    for (_, ports), home in zip(servers, homes, strict=True):
+    for (_, ports), home, count in zip(servers, homes, counts or [1] * len(servers), strict=True):
         for port, switch in zip(ports, home, strict=True):
             links.append(Link(port.sender, switch, "network", port.out, latency=latency))
             links.append(Link(switch, port.receiver, "network", port.back, latency=latency))
-            down[switch][port.out, port.back] += 1
+            down[switch][port.out, port.back] += count
     return links, down
 
 
@@ -289,7 +295,7 @@ def _join_tree(
             f"{first} and {other} cannot reach each other: nothing is above both {home[first]} and {home[other]}; "
             "add a switch above them, or name nodes below one"
         )
-    links, down = _plugged(servers, ([home[name]] * len(ports) for name, ports in servers), latency)
+    links, down = _plugged(servers, [[home[name]] * len(ports) for name, ports in servers], latency)
     for name, switch in tree.servers:
         if name not in ways:
             for port in servers[0][1]:

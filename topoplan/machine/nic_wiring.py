@@ -130,6 +130,17 @@ class WiredServer:
     ports: tuple[NicPort, ...]
     notes: tuple[str, ...]
 
+    def named(self, server: str) -> tuple[list[Device], list[Link], list[NicPort]]:
+        """Return devices, links and ports of a server of this name in a cluster; all names begin with the server's."""
+        return (
+            [replace(device, name=f"{server}.{device.name}", server=server) for device in self.devices],
+            [replace(link, src=f"{server}.{link.src}", dst=f"{server}.{link.dst}") for link in self.links],
+            [
+                replace(port, sender=f"{server}.{port.sender}", receiver=f"{server}.{port.receiver}")
+                for port in self.ports
+            ],
+        )
+
 
 def wire_server(
     machine: Topology,

@@ -13,11 +13,12 @@ from tests.support.checkout import Run
 from tests.support.machine_links import speeds
 from tests.support.refusals import refused
 from topoplan.errors import UsageError
-from topoplan.machine.cluster import TRANSPORTS, cluster
+from topoplan.machine.cluster import cluster
 from topoplan.machine.cluster_network import Server
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.named_nodes import domain
 from topoplan.machine.topology import Topology
+from topoplan.machine.transport import TRANSPORTS
 from topoplan.model.dataflow import device_kinds, route_latency
 from topoplan.operate.calibration.calibrated_topology import calibrated
 from topoplan.operate.calibration.fit import Measurement, PairSamples

@@ -1,0 +1,319 @@
+"""Describe a cluster by its kinds of servers and their numbers, without a list of its devices.
+
+A *leaf* holds the servers on one leaf switch; in a network without leaves one leaf holds all of them. Leaves with the
+same numbers of the same kinds are of one *class*, and the servers of one kind in the leaves of a class are a *cell*.
+Any two servers of a cell are equivalent, since a permutation of the leaves of a class, or of the servers of a cell in
+one leaf, maps links to links. So the cost of a plan grows with the cells, not with the servers.
+
+`ClusterByKind.sample` lists a few servers of each cell under their names in the whole cluster, with uplinks as fast as
+those of the whole. Routes between two servers pass network switches only, so distances and routes in the sample are
+those of the cluster: they depend on whether two servers share the leaf and the cell.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from topoplan.errors import UsageError
+from topoplan.machine.cluster_network import ClusterNetwork, join_servers
+from topoplan.machine.nic_wiring import NicPort, WiredServer
+from topoplan.machine.topology import Device, Link, Topology, check_memory
+
+MOST_SERVERS = 1_000_000
+"""Most servers of a cluster by kind: more is taken for a typing error."""
+
+
+class Place(NamedTuple):
+    """A server's cell, the leaf among those of its class, and its position among the cell's servers in that leaf."""
+
+    cell: int
+    leaf: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Equivalent servers: ``count`` of one kind in each of ``leaves`` leaves of a class."""
+
+    kind: int
+    leaf_class: int
+    leaves: int
+    count: int
+
+    @property
+    def servers(self) -> int:
+        return self.leaves * self.count
+
+
+@dataclass(frozen=True)
+class ClusterByKind:
+    """Servers ``s0``, ``s1`` and so on, in runs of one kind, joined by a network.
+
+    ``kinds`` are wired servers, and ``runs`` are (kind, number of servers) in the order of the servers' numbers.
+    ``nics`` are those of the server with most; ``latency`` is in seconds, for the wires of NICs. UsageError for no
+    server, or more than `MOST_SERVERS`.
+    """
+
+    name: str
+    kinds: tuple[WiredServer, ...]
+    runs: tuple[tuple[int, int], ...]
+    network: ClusterNetwork
+    nics: int
+    latency: float | None = None
+    notes: tuple[str, ...] = ()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.servers <= MOST_SERVERS:
+            raise UsageError(
+                f"a cluster must have 1 to {MOST_SERVERS:,} servers, got {self.servers:,}; choose another number"
+            )
+
+    @cached_property
+    def servers(self) -> int:
+        """Number of servers."""
+        return sum(count for _, count in self.runs)
+
+    @cached_property
+    def gpus_of_kind(self) -> tuple[int, ...]:
+        """Number of GPUs of a server of each kind."""
+        return tuple(sum(device.kind == "gpu" for device in kind.devices) for kind in self.kinds)
+
+    @cached_property
+    def size(self) -> int:
+        """Number of GPUs."""
+        return sum(self.gpus_of_kind[kind] * count for kind, count in self.runs)
+
+    @cached_property
+    def _leaf_size(self) -> int:
+        """Servers of a full leaf."""
+        return self.network.leaf_size or self.servers
+
+    @cached_property
+    def _leaves(self) -> list[tuple[tuple[int, int], ...]]:
+        """The runs of every leaf, in the order of the leaves."""
+        leaves: list[tuple[tuple[int, int], ...]] = []
+        rest = list(self.runs)[::-1]
+        while rest:
+            free, found = self._leaf_size, []
+            while rest and free:
+                kind, count = rest.pop()
+                taken = min(free, count)
+                found.append((kind, taken))
+                free -= taken
+                if taken < count:
+                    rest.append((kind, count - taken))
+                if taken == self._leaf_size and count - taken >= taken:
+                    # A long run fills equal leaves.
+                    whole = (count - taken) // taken
+                    leaves += [((kind, taken),)] * whole
+                    rest[-1:] = (
+                        [(kind, count - taken - whole * taken)] if count - taken > whole * taken else []
+                    )
+            leaves.append(tuple(found))
+        return leaves
+
+    @cached_property
+    def _classes(self) -> dict[tuple[tuple[int, int], ...], list[int]]:
+        """The leaves of each class, by the numbers of servers of each kind."""
+        classes: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for number, runs in enumerate(self._leaves):
+            counts = Counter[int]()
+            for kind, count in runs:
+                counts[kind] += count
+            classes.setdefault(tuple(sorted(counts.items())), []).append(number)
+        return classes
+
+    @cached_property
+    def cells(self) -> tuple[Cell, ...]:
+        """The cells, by leaf class and kind."""
+        return tuple(
+            Cell(kind, number, len(leaves), count)
+            for number, (counts, leaves) in enumerate(self._classes.items())
+            for kind, count in counts
+        )
+
+    @cached_property
+    def _first_ranks(self) -> list[tuple[int, int, int]]:
+        """First server, first rank and GPUs of a server of every run."""
+        found, server, rank = [], 0, 0
+        for kind, count in self.runs:
+            found.append((server, rank, self.gpus_of_kind[kind]))
+            server += count
+            rank += count * self.gpus_of_kind[kind]
+        return found
+
+    def first_rank(self, server: int) -> int:
+        """Return the first rank on a server."""
+        first, rank, gpus = next(run for run in reversed(self._first_ranks) if run[0] <= server)
+        return rank + (server - first) * gpus
+
+    def server_of(self, rank: int) -> tuple[int, int]:
+        """Return the server of a rank, and the GPU's number there."""
+        first, start, gpus = next(run for run in reversed(self._first_ranks) if run[1] <= rank)
+        return first + (rank - start) // gpus, (rank - start) % gpus
+
+    def server(self, place: Place) -> int:
+        """Return the number of the server at a place."""
+        cell = self.cells[place.cell]
+        leaf = self.leaf_number(cell.leaf_class, place.leaf)
+        number, left = leaf * self._leaf_size, place.position
+        for kind, count in self._leaves[leaf]:
+            if kind == cell.kind:
+                if left < count:
+                    return number + left
+                left -= count
+            number += count
+        raise IndexError(
+            f"cell {place.cell} has {cell.count} servers in a leaf, got position {place.position}"
+        )
+
+    def leaf_number(self, leaf_class: int, leaf: int) -> int:
+        """Return the number in the cluster of a leaf of a class."""
+        return list(self._classes.values())[leaf_class][leaf]
+
+    def place(self, server: int) -> Place:
+        """Return the place of a server."""
+        leaf, left = divmod(server, self._leaf_size)
+        before = Counter[int]()
+        for kind, count in self._leaves[leaf]:
+            if left < count:
+                break
+            before[kind] += count
+            left -= count
+        number, leaves = next(
+            (number, leaves) for number, leaves in enumerate(self._classes.values()) if leaf in leaves
+        )
+        cell = next(
+            place for place, one in enumerate(self.cells) if one.leaf_class == number and one.kind == kind
+        )
+        return Place(cell, leaves.index(leaf), before[kind] + left)
+
+    def apart(self, server: int) -> ClusterByKind:
+        """Return the cluster with one server as a kind of its own, as the root of a broadcast is."""
+        kinds, runs, first = self.kinds, [], 0
+        for kind, count in self.runs:
+            if first <= server < first + count:
+                parts = [(kind, server - first), (len(kinds), 1), (kind, first + count - server - 1)]
+                runs += [part for part in parts if part[1]]
+            else:
+                runs.append((kind, count))
+            first += count
+        own = kinds[next(kind for kind, _ in self._runs_at(server))]
+        return replace(self, kinds=(*kinds, own), runs=tuple(runs))
+
+    def _runs_at(self, server: int) -> list[tuple[int, int]]:
+        first = 0
+        for kind, count in self.runs:
+            if first <= server < first + count:
+                return [(kind, count)]
+            first += count
+        raise UsageError(f"server {server} must be from 0 to {self.servers - 1}")
+
+    def sample(self, most: int) -> ClusterSample:
+        """Return at most ``most`` leaves of each class with at most ``most`` servers of each cell, joined."""
+        chosen: dict[int, Place] = {}
+        weights: dict[int, int] = {}
+        for number, cell in enumerate(self.cells):
+            for leaf in range(min(most, cell.leaves)):
+                kept = min(most, cell.count)
+                for position in range(kept):
+                    server = self.server(Place(number, leaf, position))
+                    chosen[server] = Place(number, leaf, position)
+                    weights[server] = 1 if position else cell.count - kept + 1
+        order = sorted(chosen)
+        topology = self._joined(order, [weights[server] for server in order])
+        return ClusterSample(self, topology, tuple(chosen[server] for server in order), tuple(order))
+
+    def listed(self) -> Topology:
+        """Return the whole cluster; UsageError if its list does not fit into memory."""
+        every = [(kind, count) for kind, count in self.runs]
+        check_memory(
+            servers=self.servers,
+            devices=sum(count * len(self.kinds[kind].devices) for kind, count in every),
+            links=sum(
+                count * (len(self.kinds[kind].links) + 2 * len(self.kinds[kind].ports))
+                for kind, count in every
+            ),
+        )
+        return self._joined(range(self.servers), None)
+
+    def _joined(self, servers: Sequence[int], counts: Sequence[int] | None) -> Topology:
+        devices: list[Device] = []
+        links: list[Link] = []
+        hosts: list[tuple[str, Sequence[NicPort]]] = []
+        kind_of = [kind for kind, count in self.runs for _ in range(count)] if counts is None else None
+        for server in servers:
+            kind = self._runs_at(server)[0][0] if kind_of is None else kind_of[server]
+            own, inner, ports = self.kinds[kind].named(f"s{server}")
+            devices += own
+            links += inner
+            hosts.append((f"s{server}", ports))
+        switches, wires = join_servers(
+            self.network, hosts, nics=self.nics, latency=self.latency, numbers=list(servers), counts=counts
+        )
+        return Topology(self.name, (*devices, *switches), (*links, *wires), self.notes, self.source)
+
+
+@dataclass(frozen=True)
+class ClusterSample:
+    """A few servers of each cell, as one topology with the names and uplinks of the whole cluster.
+
+    ``places`` and ``numbers`` are those of the servers, in their order in ``topology``.
+    """
+
+    cluster: ClusterByKind
+    topology: Topology
+    places: tuple[Place, ...]
+    numbers: tuple[int, ...]
+
+    @cached_property
+    def _class_of(self) -> dict[str, tuple[object, ...]]:
+        """Equivalence class of every device of the topology."""
+        server = {f"s{number}": place for number, place in zip(self.numbers, self.places, strict=True)}
+        leaves: dict[str, int] = {}
+        for link in self.topology.links:
+            home = link.src.split(".")[0]
+            if home in server and "." not in link.dst:
+                leaves[link.dst] = self.cluster.cells[server[home].cell].leaf_class
+        fat = self.cluster.network.kind == "fat-tree"
+        return {
+            device.name: (
+                (server[device.server].cell, device.name.split(".", 1)[1])
+                if device.server in server
+                else ("leaf", leaves[device.name])
+                if fat and device.name in leaves
+                else ("switch", device.name)
+            )
+            for device in self.topology.devices
+        }
+
+    def class_keys(self, links: Sequence[Link]) -> list[tuple[object, ...]]:
+        """Return the equivalence class of each link: those of its ends, and its channel."""
+        return [(self._class_of[link.src], self._class_of[link.dst], link.channel) for link in links]
+
+    def link_classes(self, links: Sequence[Link]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the equivalence class of each link, from 0, and how many links of each class the cluster has."""
+        number: dict[tuple[object, ...], int] = {}
+        counts: list[int] = []
+        classes = []
+        for link, key in zip(links, self.class_keys(links), strict=True):
+            if key not in number:
+                number[key] = len(number)
+                counts.append(max(self._count(self._class_of[end]) for end in (link.src, link.dst)))
+            classes.append(number[key])
+        return tuple(classes), tuple(counts)
+
+    def _count(self, of: tuple[object, ...]) -> int:
+        """Return the number of servers or leaves in whose class a device is; 1 for a switch of all."""
+        if of[0] == "switch":
+            return 1
+        cells = self.cluster.cells
+        if of[0] == "leaf":
+            return next(cell.leaves for cell in cells if cell.leaf_class == of[1])
+        assert isinstance(of[0], int), "devices of servers are named by their cell"
+        return cells[of[0]].servers

@@ -1,0 +1,184 @@
+"""Prove a bound for a cluster by kind from lengths of its classes of links.
+
+As for `topoplan.plans.certificates.certificate.Lengths`: all links of a class have a length y >= 0, one byte uses at
+least L of length whatever the trees, and so rate <= sum of n c y / L over the classes, with n links of c GB/s each.
+
+L is a packing of cuts. Let D(u, v) be the shortest route from rank u to rank v, and let every GPU, every server and
+every leaf be a set S with a number z(S) >= 0, so that no D(u, v) is less than the sum of z over the sets that v is in
+and u is not. A tree that reaches every rank enters each set without its root at least once, by an edge; each edge is at
+least as long as the sum of z over the sets that it enters; so the tree's length is at least the sum of z over all sets
+without the root. Three more sets are without the root: all ranks but those of its leaf, of its server, and but itself.
+The numbers are chosen greedily: first z of the GPUs, as large as the nearest other rank allows, then of the servers, of
+the leaves, and of the three. All are equal inside a cell, and the sample has every relation of two ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.errors import PlanError
+from topoplan.machine.cluster_by_kind import ClusterSample
+from topoplan.machine.fabric import Fabric
+from topoplan.plans.certificates.forest_length import contracted_graph, distances
+
+
+@dataclass(frozen=True)
+class SampleDistances:
+    """Shortest distances between the ranks of a sample, and the sets that they are in.
+
+    ``table``, of shape (N, N), is in whole numbers, -1 if no route exists. ``server``, ``leaf`` and ``weight`` give for
+    each rank its server and leaf in the sample, and the number of ranks of the cluster for each such rank of it.
+    """
+
+    table: NDArray[np.object_]
+    server: NDArray[np.int64]
+    leaf: NDArray[np.int64]
+    weight: tuple[Fraction, ...]
+
+
+def sample_distances(sample: ClusterSample, fabric: Fabric, lengths: Sequence[int]) -> SampleDistances:
+    """Return the distances of a sample whose links have these lengths."""
+    part, arcs = contracted_graph(fabric, lengths)
+    where = sorted({part[rank] for rank in range(fabric.size)})
+    column = {vertex: place for place, vertex in enumerate(where)}
+    reach = np.array([distances(arcs, start, where) for start in where], dtype=object)
+    vertex = [column[part[rank]] for rank in range(fabric.size)]
+    numbers = {f"s{number}": place for place, number in enumerate(sample.numbers)}
+    server = [numbers[name.split(".")[0]] for name in fabric.ranks]
+    cells, places = sample.cluster.cells, sample.places
+    leaves: dict[tuple[int, int], int] = {}
+    leaf = []
+    for one in server:
+        key = (cells[places[one].cell].leaf_class, places[one].leaf)
+        leaf.append(leaves.setdefault(key, len(leaves)))
+    sampled: dict[int, int] = {}
+    for place in places:
+        sampled[place.cell] = sampled.get(place.cell, 0) + 1
+    weight = tuple(Fraction(cells[places[one].cell].servers, sampled[places[one].cell]) for one in server)
+    return SampleDistances(reach[np.ix_(vertex, vertex)], np.array(server), np.array(leaf), weight)
+
+
+def _tree_at_least(
+    found: SampleDistances, leaves_of: Sequence[Fraction], roots: Sequence[int], *, into: bool
+) -> list[Fraction]:
+    """Return a lower bound of the length of a tree from each root, or (``into`` False) to each root.
+
+    ``leaves_of`` is for each rank the number of the cluster's leaves of its leaf's class over those of the sample.
+    PlanError if a rank does not reach another.
+    """
+    left = (found.table if into else found.table.T).copy()
+    size = len(left)
+    if size > 1 and (left[~np.eye(size, dtype=bool)] < 0).any():
+        raise PlanError("the lengths prove nothing: a rank does not reach another on the plan's channels")
+    far = int(left.max()) + 1
+    labels = (np.arange(size), found.server, found.leaf)
+    chain = np.zeros(size, dtype=object)
+    total = Fraction(0)
+    for label, weights in zip(labels, (found.weight, found.weight, leaves_of), strict=True):
+        apart = np.where(label[:, None] == label[None, :], far, left)
+        step = np.zeros(size, dtype=object)
+        for one in np.unique(label):
+            members = label == one
+            least = int(apart[:, members].min())
+            if least < far:
+                step[members] = least
+                total += least * weights[int(np.flatnonzero(members)[0])]
+        chain = chain + step
+        left = left - np.where(label[:, None] == label[None, :], 0, step[None, :])
+    lengths = []
+    for root in roots:
+        rest = left.copy()
+        beyond = 0
+        for label in reversed(labels):
+            inside = label == label[root]
+            if inside.all():
+                continue
+            least = int(rest[np.ix_(inside, ~inside)].min())
+            rest[np.ix_(inside, ~inside)] -= least
+            beyond += least
+        lengths.append(total - int(chain[root]) + beyond)
+    return lengths
+
+
+def forest_at_least(
+    sample: ClusterSample, fabric: Fabric, lengths: Sequence[int], collective: str, root: int | None
+) -> Fraction:
+    """Return a lower bound of the length of the cheapest forest of one byte of a collective.
+
+    ``lengths`` are whole numbers for the links of the sample's fabric, equal on every class; ``root`` is a rank of the
+    sample. PlanError if a rank does not reach another.
+    """
+    found = sample_distances(sample, fabric, lengths)
+    if collective == "alltoall":
+        return _mean_distance(sample, found)
+    cells, places = sample.cluster.cells, sample.places
+    slots: dict[int, set[int]] = {}
+    for place in places:
+        slots.setdefault(cells[place.cell].leaf_class, set()).add(place.leaf)
+    leaves_of = [
+        Fraction(cells[places[one].cell].leaves, len(slots[cells[places[one].cell].leaf_class]))
+        for one in found.server
+    ]
+    if collective in ("broadcast", "reduce") and root is None:
+        raise PlanError("broadcast and reduce need a root rank")
+    roots = _first_of_cells(sample, found) if root is None else [root]
+    trees = [Fraction(0)] * len(roots)
+    for into, users in ((True, ("broadcast", "allgather")), (False, ("reduce", "reduce_scatter"))):
+        if collective in (*users, "allreduce"):
+            more = _tree_at_least(found, leaves_of, roots, into=into)
+            trees = [known + length for known, length in zip(trees, more, strict=True)]
+    if collective in ("allgather", "reduce_scatter"):
+        weights = [cells[places[found.server[rank]].cell].servers for rank in roots]
+        total = sum((w * tree for w, tree in zip(weights, trees, strict=True)), Fraction(0))
+        return total / sum(weights)
+    return min(trees)
+
+
+def _first_of_cells(sample: ClusterSample, found: SampleDistances) -> list[int]:
+    """Return the ranks of the first server of every cell."""
+    first: dict[int, int] = {}
+    for server, place in enumerate(sample.places):
+        first.setdefault(place.cell, server)
+    return [rank for rank, server in enumerate(found.server) if int(server) in first.values()]
+
+
+def _mean_distance(sample: ClusterSample, found: SampleDistances) -> Fraction:
+    """Return the sum of all ranks' distances to all others, over the number of ranks."""
+    total = Fraction(0)
+    for tail, weight in enumerate(found.weight):
+        for head, count in pair_counts(sample, found, tail).items():
+            reach = int(found.table[tail, head])
+            if reach < 0:
+                raise PlanError(
+                    "the lengths prove nothing: a rank does not reach another on the plan's channels"
+                )
+            total += weight * count * reach
+    return total / sample.cluster.size
+
+
+def pair_counts(sample: ClusterSample, found: SampleDistances, tail: int) -> dict[int, int]:
+    """Return for one rank the ranks of the sample that stand for all others, and how many ranks each stands for."""
+    cells, places = sample.cluster.cells, sample.places
+    server = int(found.server[tail])
+    here = places[server]
+    home = cells[here.cell]
+    counts: dict[int, int] = {}
+    chosen: dict[tuple[int, bool], int] = {}
+    for other, place in enumerate(places):
+        cell = cells[place.cell]
+        near = cell.leaf_class == home.leaf_class and place.leaf == here.leaf
+        if other == server:
+            counts[other] = 1
+        elif (place.cell, near) not in chosen:
+            own = int(place.cell == here.cell and near)
+            leaves = 1 if near else cell.leaves - int(cell.leaf_class == home.leaf_class)
+            chosen[place.cell, near] = other
+            counts[other] = leaves * (cell.count - own)
+    return {
+        rank: counts[int(one)] for rank, one in enumerate(found.server) if int(one) in counts and rank != tail
+    }

@@ -1,0 +1,682 @@
+"""Pack trees of a cluster by kind: column generation on a sample of its servers, at a cost that grows with its cells.
+
+The program is that of `topoplan.solve.packing.packing_program`, with one row for each class of links and one column
+for each template (`topoplan.plans.kind_templates`). A column is priced on the sample: the cheapest tree inside each
+server from each of its ranks, the cheapest local root in each cell for each centre, and for each class of leaves the
+cheaper of a star to all its servers and an entry that sends to the others of its leaf. Counts of servers enter as
+numbers only.
+
+The dual lengths of the classes prove the bound (`topoplan.plans.certificates.kind_lengths`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from itertools import combinations
+from math import gcd, lcm
+from operator import mul
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.errors import InfeasibleError, PlanError
+from topoplan.machine.cluster_by_kind import ClusterByKind, ClusterSample, Place
+from topoplan.machine.fabric import Arc, Fabric, usable_fabric
+from topoplan.machine.fabric_structure import (
+    LARGEST_TABLE,
+    FabricServers,
+    components,
+    group_elements,
+    link_permutation,
+    orbits,
+)
+from topoplan.plans.build import stage_order
+from topoplan.plans.kind_templates import (
+    SAMPLE,
+    KindTemplate,
+    class_crossings,
+    entry_allowed,
+    needed_shifts,
+    represented,
+)
+from topoplan.plans.minimum_trees import UNREACHABLE
+from topoplan.plans.plan_by_kind import PlanByKind
+from topoplan.plans.shards import Edge, Stage
+from topoplan.solve.cuts_and_partitions import whole_capacities
+from topoplan.solve.packing.column_generation import GUIDED_BITS, GUIDED_ROWS
+from topoplan.solve.packing.composition import ServerRoutes, ServerTrees, server_trees
+from topoplan.solve.packing.packing_program import rounded_lengths
+from topoplan.solve.route_table import FabricOrbits
+from topoplan.solve.simplex.exact_simplex import PackingSimplex
+from topoplan.solve.symmetry.symmetry_search import find_symmetry
+
+LOW = (1, 2)
+"""Heights of trees inside servers that are tried before any height."""
+
+FEW_ROWS = 64
+"""Rows of a program that is solved at once."""
+
+MOST_ROUNDS = 200
+"""Rounds of column generation after which the best forest so far is taken, with its gap."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Join:
+    """How one rank reaches the ranks of servers: edges (parent, child), and local roots above the tree of their server.
+
+    ``cost`` counts every edge, and every tree below a local root, once for each server that is represented.
+    """
+
+    cost: int
+    edges: tuple[tuple[int, int], ...]
+    roots: tuple[int, ...]
+
+    def times(self, count: int) -> _Join:
+        return _Join(self.cost * count, self.edges, self.roots)
+
+    def __add__(self, other: _Join) -> _Join:
+        return _Join(self.cost + other.cost, self.edges + other.edges, self.roots + other.roots)
+
+
+_NOTHING = _Join(0, (), ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Star:
+    """A tree between servers on the sample, without the tree below its root."""
+
+    root: int
+    centre: int
+    entries: tuple[int, ...]
+    join: _Join
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Costs of trees under lengths: ``near[u, v]`` of an edge, ``inside`` of the tree over a server from each rank."""
+
+    near: NDArray[np.int64]
+    inside: NDArray[np.int64]
+
+
+class KindStars:
+    """Searches for the cheapest tree between servers, from each rank of one server of each cell."""
+
+    def __init__(self, sample: ClusterSample, fabric: Fabric) -> None:
+        self.sample, self.fabric = sample, fabric
+        self.servers = FabricServers(fabric)
+        self.cells, self.places = sample.cluster.cells, sample.places
+        self.members = [each.tolist() for each in self.servers.members]
+        self.home: list[int] = self.servers.of_rank.tolist()
+        self._at = {place: number for number, place in enumerate(self.places)}
+        self._stands: dict[tuple[int, int, tuple[int, ...]], dict[int, int]] = {}
+
+    def at(self, cell: int, leaf: int, position: int) -> int:
+        """Return the server of the sample at a place."""
+        return self._at[Place(cell, leaf, position)]
+
+    def roots(self) -> list[int]:
+        """The first server of every cell."""
+        return [self.at(cell, 0, 0) for cell in range(len(self.cells))]
+
+    def stands(self, root: int, centre: int, entries: tuple[int, ...]) -> dict[int, int]:
+        key = (root, centre, entries)
+        if key not in self._stands:
+            self._stands[key] = represented(
+                self.sample, KindTemplate(Fraction(0), root, centre, entries, 1, ())
+            )
+        return self._stands[key]
+
+    def centres(self, root: int) -> Iterator[int]:
+        """Yield a server of the sample for every relation of a centre to the root, the root itself first."""
+        yield root
+        here = self.places[root]
+        home = self.cells[here.cell]
+        for number, cell in enumerate(self.cells):
+            if cell.leaf_class != home.leaf_class:
+                yield self.at(number, 0, 0)
+                continue
+            if number != here.cell or cell.count > 1:
+                yield self.at(number, here.leaf, int(number == here.cell))
+            if cell.leaves > 1:
+                yield self.at(number, 1, 0)
+
+    def joined(self, costs: _Costs, tail: int, server: int) -> _Join:
+        """Return the cheapest way from a rank to all ranks of a server: one local root, or an edge to each rank."""
+        members = self.members[server]
+        place = self.members[self.home[tail]].index(tail)
+        order = [members[(place + step) % len(members)] for step in range(len(members))]
+        best = min(order, key=lambda rank: costs.near[tail, rank] + costs.inside[rank])
+        one = _Join(int(costs.near[tail, best] + costs.inside[best]), ((tail, best),), (best,))
+        every = sum(int(costs.near[tail, rank]) for rank in members)
+        if every < one.cost:
+            return _Join(every, tuple((tail, rank) for rank in members), ())
+        return one
+
+    def star(self, costs: _Costs, root: int, rank: int, centre: int) -> _Star | None:
+        """Return the cheapest tree between servers from a centre.
+
+        ``rank`` is the centre's rank if the centre is the root; else the data comes from the best rank of the root's
+        server to the best one of the centre. None if some server is out of reach.
+        """
+        if centre == root:
+            return self._from(costs, root, rank, root, rank)
+        best: _Star | None = None
+        for middle in self.members[centre]:
+            gateway = min(self.members[root], key=lambda one: (costs.near[one, middle], one))
+            start = int(costs.near[gateway, middle] + costs.inside[middle])
+            found = self._from(costs, root, gateway, centre, middle)
+            if found is not None and (best is None or found.join.cost + start < best.join.cost):
+                first = _Join(start, ((gateway, middle),), (middle,))
+                best = _Star(root, centre, found.entries, first + found.join)
+        return best
+
+    def _from(self, costs: _Costs, root: int, gateway: int, centre: int, rank: int) -> _Star | None:
+        entries: list[int] = []
+        join = _NOTHING
+        flat = self.stands(root, centre, ())
+        others: dict[tuple[int, int], list[int]] = {}
+        for server, count in flat.items():
+            if server in (root, centre):
+                continue
+            leaf = self._leaf(server)
+            if leaf in (self._leaf(root), self._leaf(centre)):
+                ways = [self.joined(costs, rank, server)]
+                if leaf == self._leaf(root) and centre != root:
+                    ways.append(self.joined(costs, gateway, server))
+                join += min(ways, key=lambda way: way.cost).times(count)
+            else:
+                others.setdefault(leaf, []).append(server)
+        for servers in others.values():
+            entry = None
+            best = _NOTHING
+            for server in servers:
+                best += self.joined(costs, rank, server).times(flat[server])
+            leaves = self.cells[self.places[servers[0]].cell].leaves
+            if len(servers) > 1 or any(flat[server] > leaves for server in servers):
+                for one in servers:
+                    if entry_allowed(self.sample, root, centre, one):
+                        entered = self._entered(costs, rank, root, centre, one)
+                        if entered.cost < best.cost:
+                            best, entry = entered, one
+            join += best
+            entries += [] if entry is None else [entry]
+        return None if join.cost >= UNREACHABLE else _Star(root, centre, tuple(entries), join)
+
+    def _entered(self, costs: _Costs, rank: int, root: int, centre: int, entry: int) -> _Join:
+        """Return the cheapest way to a leaf through one server, which sends to the others of the leaf."""
+        counts = self.stands(root, centre, (entry,))
+        leaf = self._leaf(entry)
+        rest = [server for server in counts if server != entry and self._leaf(server) == leaf]
+        ways = []
+        for local in self.members[entry]:
+            cost = int(costs.near[rank, local] + costs.inside[local])
+            way = _Join(cost, ((rank, local),), (local,)).times(counts[entry])
+            for server in rest:
+                way += self.joined(costs, local, server).times(counts[server])
+            ways.append(way)
+        return min(ways, key=lambda way: way.cost)
+
+    def _leaf(self, server: int) -> tuple[int, int]:
+        place = self.places[server]
+        return self.cells[place.cell].leaf_class, place.leaf
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A template of share 1, the rank that orders it, and its crossings of every class of links."""
+
+    template: KindTemplate
+    rank: int
+    usage: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A packing: its rate in GB/s, the columns' rates in proportion, and the dual lengths of the classes."""
+
+    rate: Fraction
+    columns: dict[_Column, Fraction]
+    duals: list[int]
+
+
+def _between(calm: Sequence[int], lengths: Sequence[int], limits: Sequence[int]) -> list[int]:
+    """Return lengths between the former ones and those of the last program, both scaled to one total.
+
+    Duals jump from vertex to vertex; columns that are cheap under the mean are more often part of the optimum (Wentges
+    1997).
+    """
+    former, latest = (sum(map(mul, limits, each)) for each in (calm, lengths))
+    if not former or not latest:
+        return list(lengths)
+    scale = lcm(former, latest) if max(former, latest) < _EXACT_TOTAL else _EXACT_TOTAL
+    return [
+        (CALM - 1) * a * scale // former + b * scale // latest for a, b in zip(calm, lengths, strict=True)
+    ]
+
+
+CALM = 4
+"""The latest dual lengths make one part in so many of the lengths under which columns are priced."""
+
+_EXACT_TOTAL = 1 << 60
+
+
+class KindPacking:
+    """Column generation of one collective on a cluster by kind; ``height`` limits the trees inside servers."""
+
+    def __init__(
+        self,
+        cluster: ClusterByKind,
+        collective: str,
+        *,
+        root: tuple[int, int] | None,
+        channels: str,
+        progress: Callable[[str], None] | None,
+    ) -> None:
+        self.collective, self.progress = collective, progress
+        self.sample = cluster.sample(SAMPLE)
+        first = None
+        if root is not None:
+            server = self.sample.numbers.index(root[0])
+            first = sum(cluster.gpus_of_kind[cluster.cells[p.cell].kind] for p in self.sample.places[:server])
+            first += root[1]
+        self.root = first
+        self.fabric = usable_fabric(
+            self.sample.topology.settled(), channels=channels, collective=collective, root=first
+        )
+        self.stars = KindStars(self.sample, self.fabric)
+        self.stars.servers.check()
+        self.classes, counts = self.sample.link_classes(self.fabric.links)
+        self.orbits = FabricOrbits(self.fabric)
+        self.row_of_class = self._rows(self.symmetries)
+        self.rows = [self.row_of_class[number] for number in self.classes]
+        capacity, self.scale = whole_capacities(self.fabric)
+        capacity_of = dict(zip(self.classes, capacity, strict=True))
+        self.counts = [0] * (max(self.rows) + 1)
+        self.limits = [0] * len(self.counts)
+        for number, count in enumerate(counts):
+            row = self.row_of_class[number]
+            self.counts[row] += count
+            self.limits[row] += capacity_of[number] * count
+        self.shared = collective in ("allgather", "reduce_scatter")
+
+    @cached_property
+    def symmetries(self) -> tuple[NDArray[np.int64], ...]:
+        """Permutations of the fabric's nodes that map links to equal links and every server to itself.
+
+        Of the subsets of those found, and their products, the one with the fewest orbits of ranks, then with the fewest
+        rows beyond `FEW_ROWS`, then of the fewest elements: every template has as many images in the plan.
+        """
+        fabric = self.fabric
+        server = {device.name: device.server for device in fabric.topology.devices}
+        home = np.unique([server[name] or name for name in fabric.nodes], return_inverse=True)[1]
+        found = [each for each in find_symmetry(fabric, fixed=self.root) if np.array_equal(home[each], home)]
+        best: tuple[tuple[int, ...], tuple[NDArray[np.int64], ...]] = ((), ())
+        for count in range(1, len(found) + 1):
+            for chosen in combinations(found, count):
+                product = chosen[0]
+                for each in chosen[1:]:
+                    product = product[each]
+                for generators in ((product,), chosen):
+                    elements = group_elements(generators, LARGEST_TABLE // len(fabric.nodes))
+                    assert elements is not None, "symmetries are chosen so that their group can be listed"
+                    ranks = len(set(orbits(len(fabric.nodes), generators)[: fabric.size].tolist()))
+                    rows = len(set(self._rows(generators)))
+                    key = (ranks, max(rows, FEW_ROWS), len(elements), rows)
+                    if not best[1] or key < best[0]:
+                        best = (key, generators)
+        return best[1]
+
+    def _rows(self, symmetries: Sequence[NDArray[np.int64]]) -> list[int]:
+        """Return the row of the program of every class of links: classes that a symmetry joins share one."""
+        number = np.array(self.classes, dtype=np.int64)
+        tails = np.tile(number, len(symmetries))
+        heads = [number[link_permutation(self.fabric, each)] for each in symmetries]
+        labels = components(
+            int(number.max()) + 1, tails, np.concatenate([np.zeros(0, dtype=np.int64), *heads])
+        )
+        return [int(row) for row in np.unique(labels, return_inverse=True)[1]]
+
+    @cached_property
+    def owners(self) -> list[tuple[int, int]]:
+        """The first rank of every orbit in one server of each cell, or the root, and the ranks that it represents."""
+        if self.root is not None:
+            return [(self.root, 1)]
+        orbit = orbits(len(self.fabric.nodes), self.symmetries).tolist()
+        counts: dict[int, int] = {}
+        for server in self.stars.roots():
+            servers = self.sample.cluster.cells[self.sample.places[server].cell].servers
+            for rank in self.stars.members[server]:
+                counts[orbit[rank]] = counts.get(orbit[rank], 0) + servers
+        return list(counts.items())
+
+    def images(self, template: KindTemplate) -> list[KindTemplate]:
+        """Return the distinct images of a template under the symmetries, each with an equal part of its share."""
+        if not self.symmetries:
+            return [template]
+        fabric = self.fabric
+        elements = group_elements(self.symmetries, LARGEST_TABLE // len(fabric.nodes))
+        assert elements is not None, "symmetries are chosen so that their group can be listed"
+        found: dict[tuple[Stage, ...], None] = {}
+        place = {name: number for number, name in enumerate(fabric.nodes)}
+        for element in elements.tolist():
+            stages = []
+            for stage in template.stages:
+                edges = tuple(
+                    Edge(
+                        element[edge.parent],
+                        element[edge.child],
+                        tuple(fabric.nodes[element[place[name]]] for name in edge.route),
+                        edge.channel,
+                    )
+                    for edge in stage.edges
+                )
+                moved = Stage(stage.op, element[stage.root], edges)
+                stages.append(Stage(moved.op, moved.root, moved.top_down()))
+            found.setdefault(tuple(stages))
+        return [replace(template, share=template.share / len(found), stages=stages) for stages in found]
+
+    def solve(self, height: int | None, target: Fraction | None) -> Solution:
+        """Pack trees whose height inside servers is limited; stop at the rate ``target`` in GB/s."""
+        owners = len(self.owners) if self.shared else 0
+        limits = [*self.limits, *[0] * owners]
+        wide = max(self.limits).bit_length() > GUIDED_BITS
+        guided = len(self.limits) >= (GUIDED_ROWS // 2 if wide else GUIDED_ROWS)
+        if guided:
+            from topoplan.solve.simplex.guided_simplex import GuidedSimplex
+
+            program: PackingSimplex | GuidedSimplex = GuidedSimplex(limits)
+        else:
+            program = PackingSimplex(limits)
+        offset = 0
+        if owners:
+            program.add([[*[0] * len(self.limits), *(count for _, count in self.owners)]], [1])
+            offset = 1
+        place = {rank: number for number, (rank, _) in enumerate(self.owners)}
+        columns: list[_Column] = []
+        known: set[_Column] = set()
+        single = [limit // count for limit, count in zip(self.limits, self.counts, strict=True)]
+        lengths = [1000 * max(single) // limit for limit in single]
+        prices: list[int] = []
+        calm = lengths
+        for _ in range(MOST_ROUNDS):
+            fresh: list[_Column] = []
+            for priced_at in (calm, lengths) if prices else (lengths,):
+                for column in self._cheapest(priced_at, height):
+                    cost = sum(times * length for times, length in zip(column.usage, lengths, strict=True))
+                    price = prices[place[column.rank] if self.shared else 0] if prices else cost + 1
+                    if cost < price and column not in known:
+                        fresh.append(column)
+                        known.add(column)
+                if fresh:
+                    break
+            if not fresh and program.confirm():
+                break
+            columns += fresh
+            program.add(
+                [
+                    [*column.usage, *(-int(place[column.rank] == row) for row in range(owners))]
+                    for column in fresh
+                ],
+                [0 if self.shared else 1] * len(fresh),
+            )
+            program.optimise()
+            duals, denominator = program.near_duals()
+            lengths = duals[: len(self.limits)]
+            prices = duals[len(self.limits) :] if self.shared else [denominator]
+            prices = [price - int(price * program.blur) for price in prices]
+            calm = _between(calm, lengths, self.limits)
+            if self.progress is not None:
+                self.progress(f"packing: {len(columns)} templates, {self._rate(program.near_value):.6g} GB/s")
+            if target is not None and self._exact(program.value) >= target:
+                break
+        solution = {columns[j - offset]: x for j, x in program.solution().items() if j >= offset}
+        return Solution(self._exact(program.value), solution, program.duals()[0][: len(self.limits)])
+
+    def class_lengths(self, duals: Sequence[int]) -> tuple[tuple[str, str, Fraction], ...]:
+        """Return lengths of the classes by the first link of each, whole numbers without common divisor."""
+        common = gcd(*duals) or 1
+        first: dict[int, tuple[str, str, Fraction]] = {}
+        for link, number, row in zip(self.fabric.links, self.classes, self.rows, strict=True):
+            if duals[row]:
+                first.setdefault(number, (link.src, link.dst, Fraction(duals[row] // common)))
+        return tuple(first.values())
+
+    def plain_lengths(self) -> Iterator[list[int]]:
+        """Yield lengths of 1 for the links that data crosses into sets, or out of them.
+
+        The sets are GPUs, servers, leaves and combinations of these; and the servers, or leaves, of one cell alone.
+        """
+        cell_of = {
+            f"s{n}": place.cell for n, place in zip(self.sample.numbers, self.sample.places, strict=True)
+        }
+        ranks = set(self.fabric.ranks)
+        server = {device.name: device.server for device in self.fabric.topology.devices}
+        for inwards in (True, False):
+            of_gpus: set[int] = set()
+            of_servers: dict[int, set[int]] = {}
+            of_leaves: dict[str, set[int]] = {}
+            for link, row in zip(self.fabric.links, self.rows, strict=True):
+                near, far = (link.dst, link.src) if inwards else (link.src, link.dst)
+                if near in ranks and server[far] == server[near]:
+                    of_gpus.add(row)
+                elif server[near] and not server[far]:
+                    of_servers.setdefault(cell_of[server[near]], set()).add(row)
+                elif near.startswith("leaf") and not server[far]:
+                    of_leaves.setdefault(near, set()).add(row)
+            levels = [of_gpus, set().union(*of_servers.values()), set().union(*of_leaves.values())]
+            chosen = [
+                set().union(*(rows for place, rows in enumerate(levels) if number >> place & 1))
+                for number in range(1, 8)
+            ]
+            if len(of_servers) > 1:
+                chosen += of_servers.values()
+            if len(of_leaves) > 1:
+                chosen += of_leaves.values()
+            for rows in dict.fromkeys(map(frozenset, chosen)):
+                if rows:
+                    yield [int(row in rows) for row in range(len(self.counts))]
+
+    def aim(self, root: int | None) -> Fraction | None:
+        """Return the lowest bound of `plain_lengths` in GB/s, at which a search may stop; None if none proves any."""
+        found = []
+        for lengths in self.plain_lengths():
+            try:
+                found.append(self.bare(root, lengths).exact_bound())
+            except PlanError:
+                continue
+        return min(found, default=None)
+
+    def bare(self, root: int | None, lengths: Sequence[int]) -> PlanByKind:
+        """Return a plan without templates under lengths of the classes."""
+        made = PlanByKind(
+            self.collective,
+            self.sample.cluster,
+            root,
+            self.fabric.channels,
+            (),
+            self.class_lengths(lengths),
+            0.0,
+            0.0,
+        )
+        made.__dict__.update(sample=self.sample, fabric=self.fabric)
+        return made
+
+    def _exact(self, value: Fraction) -> Fraction:
+        return value * (self.sample.cluster.size if self.shared else 1) / self.scale
+
+    def _rate(self, value: float) -> float:
+        return value * (self.sample.cluster.size if self.shared else 1) / self.scale
+
+    def _cheapest(self, lengths: Sequence[int], height: int | None) -> list[_Column]:
+        """Return the cheapest column of every owner under lengths of the classes."""
+        short = rounded_lengths(lengths)
+        routes = ServerRoutes(self.orbits, self.stars.servers, tuple(short[row] for row in self.rows))
+        down = routes.cost()
+        order = stage_order(self.collective)
+        below = server_trees(down, self.stars.servers, height) if "broadcast" in order else None
+        above = server_trees(down.T, self.stars.servers, height) if "reduce" in order else None
+        near = np.zeros_like(down)
+        inside = np.zeros(len(down), dtype=np.int64)
+        for table, trees in ((down, below), (down.T, above)):
+            if trees is not None:
+                near = np.minimum(near + table, UNREACHABLE)
+                inside = np.minimum(inside + trees.costs, UNREACHABLE)
+        costs = _Costs(near, inside)
+        found = []
+        for rank, _ in self.owners:
+            home = self.stars.home[rank]
+            best: tuple[int, _Star] | None = None
+            reaches = inside[rank] < UNREACHABLE
+            for centre in self.stars.centres(home) if reaches else ():
+                if centre != home and self.collective == "allreduce":
+                    break
+                ranks = (
+                    self.stars.members[home] if centre == home and self.collective != "allreduce" else [rank]
+                )
+                for start in ranks:
+                    star = self.stars.star(costs, home, start, centre)
+                    if star is not None and (best is None or star.join.cost < best[0]):
+                        best = (star.join.cost, star)
+            if best is None:
+                raise InfeasibleError(
+                    "trees by kind need a GPU that reaches one of every other server in one hop and back, and "
+                    f"{self.fabric.ranks[rank]} reaches none; plan the listed cluster instead"
+                )
+            found.append(self._column(rank, best[1], below, above, routes))
+        return found
+
+    def _column(
+        self,
+        rank: int,
+        star: _Star,
+        below: ServerTrees | None,
+        above: ServerTrees | None,
+        routes: ServerRoutes,
+    ) -> _Column:
+        stages = []
+        for op in stage_order(self.collective):
+            trees = below if op == "broadcast" else above
+            assert trees is not None, "every stage has trees inside servers"
+            parents = np.full(self.fabric.size, -1, dtype=np.int64)
+            trees.attach(rank, parents)
+            for parent, child in star.join.edges:
+                parents[child] = parent
+            for local in star.join.roots:
+                trees.attach(local, parents)
+            stages.append(Stage(op, rank, self._edges(op, rank, parents.tolist(), routes)))
+        template = KindTemplate(
+            Fraction(1),
+            star.root,
+            star.centre,
+            star.entries,
+            needed_shifts(self.sample, star.root, star.centre, star.entries),
+            tuple(Stage(stage.op, stage.root, stage.top_down()) for stage in stages),
+        )
+        usage = class_crossings(self.sample, self.fabric, self.rows, len(self.counts), template)
+        return _Column(template, rank, tuple(usage))
+
+    def _edges(self, op: str, root: int, parents: Sequence[int], routes: ServerRoutes) -> tuple[Edge, ...]:
+        edges = []
+        for child, parent in enumerate(parents):
+            if parent < 0:
+                continue
+            tail, head = (parent, child) if op == "broadcast" else (child, parent)
+            arc: Arc = self.fabric.arc(routes.route(tail, head))
+            edges.append(
+                Edge(parent, child, arc.route if op == "broadcast" else arc.route[::-1], arc.channel)
+            )
+        return tuple(edges)
+
+
+def plan_by_kind(
+    cluster: ClusterByKind,
+    collective: str,
+    *,
+    root: int | None = None,
+    channels: str = "auto",
+    progress: Callable[[str], None] | None = None,
+) -> PlanByKind:
+    """Plan a collective on a cluster by kind.
+
+    ``collective`` is one of trees, ``root`` a GPU number of the cluster. Trees inside servers are as low as the rate
+    allows. InfeasibleError if links do not connect the servers, or a server reaches another only through a third.
+    """
+    started = time.perf_counter()
+    where = None
+    if root is not None:
+        where = cluster.server_of(root)
+        cluster = cluster.apart(where[0])
+    packing = KindPacking(cluster, collective, root=where, channels=channels, progress=progress)
+    aim = packing.aim(root)
+    solved = []
+    try:
+        solved.append(packing.solve(1, aim))
+    except InfeasibleError:
+        if max(cluster.gpus_of_kind) < 3:
+            raise
+    made = _plan(packing, root, solved) if solved else None
+    if made is None or made.gap > 0:
+        whole = packing.solve(None, aim)
+        best = whole
+        for height in LOW:
+            try:
+                lower = solved[0] if height == 1 and solved else packing.solve(height, whole.rate)
+            except InfeasibleError:
+                continue
+            if lower.rate >= whole.rate:
+                best = lower
+                break
+        made = _plan(packing, root, [best, whole])
+    return made.timed(time.perf_counter() - started)
+
+
+def _plan(packing: KindPacking, root: int | None, solved: Sequence[Solution]) -> PlanByKind:
+    """Return the first solution as a plan, under the lowest known bound.
+
+    Those are the bounds of the dual lengths of all solutions, and if they leave a gap, of links into servers, GPUs and
+    leaves with length 1.
+    """
+    cluster = packing.sample.cluster
+    totals: dict[int, Fraction] = {}
+    for column, weight in solved[0].columns.items():
+        owner = column.rank if packing.shared else 0
+        totals[owner] = totals.get(owner, Fraction(0)) + weight
+    parts = {
+        rank: Fraction(count, cluster.size) if packing.shared else Fraction(1)
+        for rank, count in packing.owners
+    }
+    templates = [
+        image
+        for column, weight in solved[0].columns.items()
+        for image in packing.images(
+            replace(
+                column.template,
+                share=weight * parts[column.rank] / totals[column.rank if packing.shared else 0],
+            )
+        )
+    ]
+    templates.sort(key=lambda one: (one.stages[0].root, -one.share))
+    best: PlanByKind | None = None
+    for duals in (*(one.duals for one in solved), *packing.plain_lengths()):
+        if best is not None and best.gap == 0:
+            break
+        try:
+            made = PlanByKind.build(
+                cluster,
+                packing.collective,
+                root=root,
+                channels=packing.fabric.channels,
+                templates=tuple(templates),
+                lengths=packing.class_lengths(duals),
+            )
+        except PlanError:
+            continue
+        if best is None or made.bound < best.bound:
+            best = made
+    assert best is not None, "links into GPUs prove a bound"
+    return best
