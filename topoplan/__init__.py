@@ -33,7 +33,8 @@ if TYPE_CHECKING:
         TopoplanError,
         UsageError,
     )
-    from topoplan.machine.cluster import cluster, nvswitch_cluster
+    from topoplan.machine.cluster import cluster, cluster_by_kind, nvswitch_cluster
+    from topoplan.machine.cluster_by_kind import ClusterByKind
     from topoplan.machine.cluster_network import Server
     from topoplan.machine.topology import Device, Link, Topology
     from topoplan.machine.variants import slow_links, without_devices, without_gpus, without_links
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
     from topoplan.model.schedule_selection import plan_by_size
     from topoplan.plans.mesh_plans import MeshPlans, load_mesh
     from topoplan.plans.plan import Plan, Tree
-    from topoplan.plans.size_plans import SizePlans, load_plan, load_survival
+    from topoplan.plans.plan_by_kind import PlanByKind
+    from topoplan.plans.size_plans import SizePlans, load_plan, load_plan_by_kind, load_survival
     from topoplan.plans.survival import SurvivalPlans, surviving_ranks, verify_survival
     from topoplan.plans.verify import verify
     from topoplan.reading.load import load
@@ -60,17 +62,20 @@ if TYPE_CHECKING:
     from topoplan.schedules.user_trees import plan_from_rings, plan_from_trees
     from topoplan.solve.failure_planner import Replanned, plan_survival, replan
     from topoplan.solve.mesh_planner import plan_mesh
+    from topoplan.solve.packing.kind_composition import plan_by_kind
     from topoplan.solve.planner import plan
     from topoplan.solve.upper_bound import compute_bound
     from topoplan.solve.upper_bound import compute_bound as bound  # noqa: F401
 
 _HOME = {
     "BackendError": "topoplan.errors",
+    "ClusterByKind": "topoplan.machine.cluster_by_kind",
     "Device": "topoplan.machine.topology",
     "InfeasibleError": "topoplan.errors",
     "Link": "topoplan.machine.topology",
     "MeshPlans": "topoplan.plans.mesh_plans",
     "Plan": "topoplan.plans.plan",
+    "PlanByKind": "topoplan.plans.plan_by_kind",
     "PlanError": "topoplan.errors",
     "ProbeError": "topoplan.errors",
     "RefusedError": "topoplan.errors",
@@ -87,6 +92,7 @@ _HOME = {
     "apply_nvlink_status": "topoplan.reading.nvlink_overlay",
     "check": "topoplan.cli.functions",
     "cluster": "topoplan.machine.cluster",
+    "cluster_by_kind": "topoplan.machine.cluster",
     "compare": "topoplan.cli.functions",
     "compute_bound": "topoplan.solve.upper_bound",
     "diff": "topoplan.cli.functions",
@@ -96,6 +102,7 @@ _HOME = {
     "load": "topoplan.reading.load",
     "load_mesh": "topoplan.plans.mesh_plans",
     "load_plan": "topoplan.plans.size_plans",
+    "load_plan_by_kind": "topoplan.plans.size_plans",
     "load_survival": "topoplan.plans.size_plans",
     "lowest_tree": "topoplan.schedules.low_latency",
     "neighbour_probabilities": "topoplan.model.asynchronous_training",
@@ -104,6 +111,7 @@ _HOME = {
     "one_shot_plan": "topoplan.schedules.low_latency",
     "order": "topoplan.cli.functions",
     "plan": "topoplan.solve.planner",
+    "plan_by_kind": "topoplan.solve.packing.kind_composition",
     "plan_by_size": "topoplan.model.schedule_selection",
     "plan_from_rings": "topoplan.schedules.user_trees",
     "plan_from_trees": "topoplan.schedules.user_trees",
@@ -138,11 +146,13 @@ _RENAMED = {
 
 __all__ = [
     "BackendError",
+    "ClusterByKind",
     "Device",
     "InfeasibleError",
     "Link",
     "MeshPlans",
     "Plan",
+    "PlanByKind",
     "PlanError",
     "ProbeError",
     "RefusedError",
@@ -159,6 +169,7 @@ __all__ = [
     "apply_nvlink_status",
     "check",
     "cluster",
+    "cluster_by_kind",
     "compare",
     "compute_bound",
     "diff",
@@ -168,6 +179,7 @@ __all__ = [
     "load",
     "load_mesh",
     "load_plan",
+    "load_plan_by_kind",
     "load_survival",
     "lowest_tree",
     "neighbour_probabilities",
@@ -176,6 +188,7 @@ __all__ = [
     "one_shot_plan",
     "order",
     "plan",
+    "plan_by_kind",
     "plan_by_size",
     "plan_from_rings",
     "plan_from_trees",

@@ -11,6 +11,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from topoplan.cli.arguments import (
     OneLineParser,
@@ -23,7 +24,8 @@ from topoplan.cli.arguments import (
     whole_number,
 )
 from topoplan.errors import UsageError
-from topoplan.machine.cluster import cluster
+from topoplan.machine.cluster import cluster, cluster_by_kind
+from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.cluster_network import NETWORKS, Server
 from topoplan.machine.named_nodes import domain
 from topoplan.machine.nic_wiring import NIC_ACCESS
@@ -123,6 +125,24 @@ def apply_cluster_options(
     ``gpus`` are the GPUs of the cluster that will be used, for which NICs are chosen; the cluster has all GPUs in any
     case.
     """
+    machine, count, given = _asked_cluster(options, machine)
+    if count is None:
+        return machine
+    return cluster(_servers(machine, count, gpus or ()), name=f"{count} x {machine.name}", **given)
+
+
+def requested_by_kind(options: argparse.Namespace, machine: Topology) -> ClusterByKind | None:
+    """Return the cluster that the options ask for by its kinds of servers; None for no cluster, or one with helpers."""
+    machine, count, given = _asked_cluster(options, machine)
+    if count is None or given.pop("helpers") is not None:
+        return None
+    return cluster_by_kind([Server(machine, count=count)], name=f"{count} x {machine.name}", **given)
+
+
+def _asked_cluster(
+    options: argparse.Namespace, machine: Topology
+) -> tuple[Topology, int | None, dict[str, Any]]:
+    """Return the machine of a server, the number of servers, None without a cluster, and the options of its network."""
     servers = options.servers
     if options.domain is not None:
         count = len(machine.gpus) // options.domain
@@ -130,7 +150,7 @@ def apply_cluster_options(
         servers = count * (servers or 1) if count > 1 else servers
     if servers is None:
         refuse_without(options, dict.fromkeys(NETWORK_OPTIONS, "--servers"))
-        return machine
+        return machine, None, {}
     stated = any(device.fact("gigabits") for device in machine.devices if device.kind == "nic")
     if options.nic_gbps is None and not stated:
         needs = "--servers" if options.domain is None else "--domain"
@@ -140,7 +160,7 @@ def apply_cluster_options(
     given = {name: getattr(options, name) for name in NETWORK_OPTIONS}
     given["network"] = options.network or NETWORKS[0]
     given["nic_access"] = options.nic_access or NIC_ACCESS[0]
-    return cluster(_servers(machine, servers, gpus or ()), name=f"{servers} x {machine.name}", **given)
+    return machine, servers, given
 
 
 def _servers(machine: Topology, count: int, gpus: Sequence[int]) -> list[Server]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from topoplan.cli import arguments, plan_sets, plan_sizes
+from topoplan.cli import arguments, plan_cluster, plan_sets, plan_sizes
 from topoplan.cli.machine_options import RequestedMachine, add_all_options
 from topoplan.cli.main import PlanExplanation, plan_explanations
 from topoplan.cli.output import (
@@ -146,6 +146,14 @@ def add_options(parser: arguments.OneLineParser) -> None:
         survive=int,
     )
     arguments.declare(
+        parser.topic("cluster"),
+        f"""
+        --list SERVER  print the part of one server, such as s17, in the plan of a cluster of more than
+                       {plan_cluster.MOST_LISTED} GPUs
+        --listed       plan every GPU of such a cluster by itself; by default it is planned by kinds of servers
+        """,
+    )
+    arguments.declare(
         parser,
         """
         --bound-only  prove an upper bound without a plan: for thousands of GPUs
@@ -188,7 +196,11 @@ def run(options: argparse.Namespace) -> Answer:
 
 
 def _run_plan(options: argparse.Namespace) -> Answer:
-    """Make one plan: of packed trees, of a schedule, or sparse."""
+    """Make one plan: of packed trees, of a schedule, or sparse; of a large cluster by its kinds of servers."""
+    cluster = plan_cluster.requested_cluster(options)
+    answer = None if cluster is None else plan_cluster.run(options, cluster)
+    if answer is not None:
+        return answer
     machine = read_machine(options)
     warnings = machine.warnings(machine.allocation(options.gpus))
     with progress_line("planning") as progress:

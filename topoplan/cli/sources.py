@@ -31,7 +31,9 @@ from topoplan.machine.hardware import (
 from topoplan.machine.topology import Topology
 from topoplan.machine.topology_json import decode_json
 from topoplan.machine.variants import with_in_network
+from topoplan.plans.file_values import parse_object
 from topoplan.plans.plan import Plans
+from topoplan.plans.plan_by_kind import PlanByKind, is_by_kind
 from topoplan.plans.size_plans import parse_plan_file
 from topoplan.plans.verify import verify_all
 from topoplan.reading.load import decode_log, library, load, load_text, read_text
@@ -183,6 +185,17 @@ def parse_claimed_plan(text: str, path: str) -> Plans:
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None
     return plan
+
+
+def read_by_kind(text: str, path: str) -> PlanByKind | None:
+    """Parse the plan of a cluster by kind; None for other files, PlanError for a wrong one."""
+    if '"cluster"' not in text or not text.lstrip().startswith("{"):
+        return None
+    try:
+        value = parse_object(text)
+        return PlanByKind.from_object(value) if is_by_kind(value) else None
+    except PlanError as error:
+        raise PlanError(f"{_place_words(path)}: {error}") from None
 
 
 def _verified(plan: Plans, path: str) -> Plans:

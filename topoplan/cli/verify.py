@@ -38,7 +38,8 @@ from topoplan.cli.output import (
     table_of,
     tree_noun,
 )
-from topoplan.cli.sources import parse_claimed_plan, read_plan_text
+from topoplan.cli.plan_cluster import operation_words
+from topoplan.cli.sources import parse_claimed_plan, read_by_kind, read_plan_text
 from topoplan.engines.msccl_read_back import check_msccl, read_algorithm_file
 from topoplan.engines.mscclpp_read import read_plan_file
 from topoplan.engines.mscclpp_read_back import check_execution_plan
@@ -51,12 +52,14 @@ from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.file_values import finite, parse_object, read_list, read_object
 from topoplan.plans.mesh_plans import MeshGroup, MeshPlans, is_mesh, verify_mesh
 from topoplan.plans.plan import Plan, Plans, SizeRange, check_shape, collective_name
+from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.size_plans import SizePlans
 from topoplan.plans.survival import FailureOutcome, MachineFailure, SurvivalPlans, verify_survival
 from topoplan.plans.verify import Verification, verify_all
+from topoplan.plans.verify_by_kind import verify_by_kind
 from topoplan.reading.load import load
 from topoplan.solve.upper_bound import in_network_bound
-from topoplan.units import counted, format_size, labelled
+from topoplan.units import counted, format_size, labelled, rate_words
 
 MSCCLPP = "mscclpp"
 MSCCL = "msccl"
@@ -118,6 +121,9 @@ def run(options: argparse.Namespace) -> Answer | int:
     if is_mesh(text):
         mesh = MeshPlans.from_json(text)
         return _checked(options, lambda: _mesh_answer(mesh, text))
+    by_kind = read_by_kind(text, options.plan)
+    if by_kind is not None:
+        return _checked(options, lambda: _by_kind_answer(by_kind, text))
     with progress_line("reading"):
         plans = parse_claimed_plan(text, options.plan)
     return _checked(options, lambda: _plans_answer(options, plans, text))
@@ -134,6 +140,45 @@ def _checked(options: argparse.Namespace, check: Callable[[], Answer]) -> Answer
             print_json({"valid": False, "error": error.fault, **place})
         print_error("topoplan verify: wrong plan", f"{error}; make it again with topoplan plan")
         return 1
+
+
+def _by_kind_answer(plan: PlanByKind, text: str) -> Answer:
+    """Check the plan of a cluster by kind from its templates."""
+    report = verify_by_kind(plan)
+    stated = parse_object(text)
+    for key, found in (("trees", report.trees), ("height", report.height)):
+        if stated.get(key, found) != found:
+            raise PlanError(f"claims {key} {stated[key]}; recomputed it is {found}")
+
+    def lines() -> Iterator[str]:
+        yield (
+            f"{operation_words(plan)} on {plan.cluster.name}, {plan.size:,} GPUs of {plan.cluster.servers:,} servers, "
+            f"over {channel_words(plan.channels)}: valid, {rate_verdict(plan.gap)}"
+        )
+        size = plan.size
+        yield from labelled(
+            ("algbw", rate_words(report.rate, plan.collective, size)),
+            ("upper bound", f"{rate_words(report.bound, plan.collective, size)}: {plan.explain_bound()}"),
+            ("trees", f"{report.trees:,} of height {report.height}"),
+            (
+                "bottleneck",
+                few([f"{src}>{dst}" for src, dst in report.bottleneck]) + " and links of their kinds",
+            ),
+        )
+
+    def value() -> dict[str, object]:
+        return {
+            "valid": True,
+            "rate": report.rate,
+            "bound": report.bound,
+            "optimal": report.optimal,
+            "trees": report.trees,
+            "height": report.height,
+            "bottleneck": [list(link) for link in report.bottleneck],
+            "gpus": plan.size,
+        }
+
+    return Answer(text=lines, value=value, notes=plan.notes)
 
 
 def _plans_answer(options: argparse.Namespace, plans: Plans | SurvivalPlans, text: str) -> Answer:

@@ -7,6 +7,7 @@ with their number. `PlanByKind.listed` returns the same plan with all devices an
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -411,6 +412,11 @@ class PlanByKind:
     def images(self, template: KindTemplate) -> TemplateImages:
         """Return the trees that follow from a template, as shards of the whole cluster made on request."""
         return TemplateImages(self.sample, self.fabric, template)
+
+
+def is_by_kind(value: Mapping[str, object]) -> bool:
+    """Return whether the object of a plan file is that of a cluster by kind."""
+    return value.get("format") == PLAN_FORMAT_2 and "cluster" in value
 
 
 def _owner(shard: Shard, collective: str) -> tuple[int, Fraction]:

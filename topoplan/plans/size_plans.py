@@ -38,6 +38,7 @@ from topoplan.plans.plan import (
     row_texts,
     without_topology,
 )
+from topoplan.plans.plan_by_kind import PlanByKind, is_by_kind
 from topoplan.plans.survival import SurvivalPlans
 
 if TYPE_CHECKING:
@@ -243,12 +244,13 @@ def load_plan(path: str | os.PathLike[str]) -> Plans:
     Returns
     -------
     Plan, SizePlans or SurvivalPlans
-        Plans by size if the file was written with ``--sizes``, plans for failures if with ``--survive``.
+        Plans by size if the file was written with ``--sizes``, plans for failures if with ``--survive``. The plan of a
+        cluster by kind is listed with all its trees (see `topoplan.load_plan_by_kind`).
 
     Raises
     ------
     UsageError
-        The file cannot be read.
+        The file cannot be read, or the trees of a cluster by kind are too many for a list.
     PlanError
         The file is not a plan file.
 
@@ -257,6 +259,26 @@ def load_plan(path: str | os.PathLike[str]) -> Plans:
     topoplan.verify
     """
     return parse_plan_file(read_plan_file(path))
+
+
+def load_plan_by_kind(path: str | os.PathLike[str]) -> PlanByKind:
+    """Read the plan file of a cluster by kind, without listing its trees; its claims are not trusted.
+
+    Raises
+    ------
+    UsageError
+        The file cannot be read.
+    PlanError
+        The file holds no plan of a cluster by kind.
+
+    See Also
+    --------
+    topoplan.verify, topoplan.plan_by_kind
+    """
+    value = parse_object(read_plan_file(path))
+    if not is_by_kind(value):
+        raise PlanError(f"{os.fspath(path)} holds no plan of a cluster by kind; use topoplan.load_plan")
+    return PlanByKind.from_object(value)
 
 
 def load_survival(path: str | os.PathLike[str]) -> SurvivalPlans:
@@ -294,4 +316,6 @@ def parse_plan_file(text: str) -> Plans:
     by_size = value.get("format") in (SIZE_PLANS_FORMAT, SIZE_PLANS_FORMAT_2)
     if "failures" in value and not by_size:
         return SurvivalPlans.from_object(value)
+    if is_by_kind(value):
+        return PlanByKind.from_object(value).listed()
     return SizePlans.from_object(value) if by_size else Plan.from_object(value)

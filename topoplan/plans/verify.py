@@ -25,6 +25,7 @@ from topoplan.machine.routing import staged
 from topoplan.plans.certificates.certificate import Channels
 from topoplan.plans.loads import edge_links, full_links, link_loads, rate_of_loads
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, ROOTED, Plan, Plans
+from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import OPERATIONS, ImageShards, Shard, Stage, check_entries, owner_of, path_ends
 from topoplan.units import TOLERANCE, nearest_float, shown
 
@@ -62,8 +63,13 @@ class Verification:
     loads: dict[tuple[str, str], float]
 
 
-def verify(plan: Plan) -> Verification:
+def verify(plan: Plan | PlanByKind) -> Verification:
     """Recompute everything that a plan claims.
+
+    Parameters
+    ----------
+    plan : Plan or PlanByKind
+        The trees of a cluster by kind are verified by their templates; ``loads`` then has one link of each class.
 
     Raises
     ------
@@ -81,6 +87,10 @@ def verify(plan: Plan) -> Verification:
     >>> report.exact_rate, report.exact_bound
     (Fraction(600, 7), Fraction(600, 7))
     """
+    if isinstance(plan, PlanByKind):
+        from topoplan.plans.verify_by_kind import verify_by_kind
+
+        return verify_by_kind(plan)
     fabric = _check_header(plan)
     if isinstance(plan.shards, ImageShards):
         _check_symmetries(plan, plan.shards, fabric)
@@ -100,8 +110,8 @@ def verify(plan: Plan) -> Verification:
     found = link_loads(plan.shards, fabric)
     rate = rate_of_loads(found, fabric)
     bound = plan.certificate.bound(fabric, plan.collective, plan.root) if fabric.size > 1 else None
-    _check_claim("rate", plan.rate, rate)
-    _check_claim("bound", plan.bound, bound)
+    check_claim("rate", plan.rate, rate)
+    check_claim("bound", plan.bound, bound)
     if rate is not None and bound is not None and rate > bound:
         raise PlanError(
             f"the forest's rate {nearest_float(rate):.6g} GB/s exceeds the certified bound "
@@ -461,7 +471,7 @@ def _integer(value: int | None) -> int:
     return value
 
 
-def _check_claim(name: str, claimed: float, recomputed: Fraction | None) -> None:
+def check_claim(name: str, claimed: float, recomputed: Fraction | None) -> None:
     if recomputed is None:
         if math.isfinite(claimed):
             raise PlanError(f"claims a {name} of {claimed:.6g} GB/s, but no byte crosses a link")

@@ -32,7 +32,8 @@ from itertools import product
 from typing import Any
 
 from topoplan.errors import TopologyError, UsageError
-from topoplan.machine.cluster import cluster
+from topoplan.machine.cluster import cluster, cluster_by_kind
+from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.cluster_network import Server
 from topoplan.machine.named_nodes import NodeNetwork, cluster_of_nodes
 from topoplan.machine.topology import Device, Link, Topology
@@ -204,6 +205,35 @@ def cluster_from_object(
     value: Mapping[str, object], load_machine: LoadMachine, load_tree: LoadTree | None = None
 ) -> Topology:
     """Build the cluster that decoded JSON describes; ``load_tree`` loads the network that a ``tree`` names."""
+    entries, network, name = _checked_object(value)
+    if "tree" in network:
+        assert load_tree is not None, "callers with files pass load_tree"
+        return _of_nodes(entries, network, load_machine, load_tree, name)
+    return cluster(_servers(entries, network, load_machine), name=name, **_network_options(network))
+
+
+def by_kind_from_object(
+    value: Mapping[str, object], load_machine: LoadMachine, load_tree: LoadTree | None = None
+) -> ClusterByKind | None:
+    """Return the cluster that decoded JSON describes by its kinds; None if it has a ``tree`` or helpers."""
+    entries, network, name = _checked_object(value)
+    if "tree" in network or "helpers" in network:
+        return None
+    servers = _servers(entries, network, load_machine)
+    return cluster_by_kind(servers, name=name, **_network_options(network))
+
+
+def _network_options(network: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **{key: field for key, field in network.items() if key != "kind"},
+        "network": network.get("kind", "switch"),
+    }
+
+
+def _checked_object(
+    value: Mapping[str, object],
+) -> tuple[list[Mapping[str, Any]], Mapping[str, Any], str]:
+    """Return servers, network and name of a cluster, with the types of all values checked."""
     if value.get("format") != CLUSTER_FORMAT:
         raise TopologyError(
             f"format {value.get('format')!r} is not {CLUSTER_FORMAT!r}; use another version of topoplan"
@@ -216,10 +246,12 @@ def cluster_from_object(
         check_keys(item, _SERVER_KEYS, ("machine",), f"servers[{number}]")
         for number, item in enumerate(known["servers"])
     ]
-    name: str = known.get("name", "")
-    if "tree" in network:
-        assert load_tree is not None, "callers with files pass load_tree"
-        return _of_nodes(entries, network, load_machine, load_tree, name)
+    return entries, network, known.get("name", "")
+
+
+def _servers(
+    entries: Sequence[Mapping[str, Any]], network: Mapping[str, Any], load_machine: LoadMachine
+) -> list[Server]:
     servers = []
     for number, fields in enumerate(entries):
         where = f"servers[{number}]"
@@ -235,8 +267,7 @@ def cluster_from_object(
             servers.append(_server(fields, load_machine))
         except (TopologyError, UsageError) as error:
             raise type(error)(f"{where}: {error}") from None
-    given = {key: field for key, field in network.items() if key != "kind"}
-    return cluster(servers, network=network.get("kind", "switch"), name=name, **given)
+    return servers
 
 
 _OF_TREES = ("tree", "nic_gbps", "nics", "oversubscription", "nic_access", "transport")

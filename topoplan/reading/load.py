@@ -18,7 +18,7 @@ from dataclasses import replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import topoplan
 from topoplan.errors import TopologyError, UsageError
@@ -28,7 +28,9 @@ from topoplan.machine.topology import Topology, TopologyLike
 from topoplan.reading.nvidia_smi_topology import parse_nvidia_smi
 
 if TYPE_CHECKING:
+    from topoplan.machine.cluster_by_kind import ClusterByKind
     from topoplan.machine.named_nodes import NodeNetwork
+    from topoplan.reading.clusters import LoadMachine, LoadTree
 
 _BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"\xef\xbb\xbf": "utf-8-sig"}
 
@@ -337,12 +339,21 @@ def _from_json(text: str, folder: str, single: bool) -> Topology:
     from topoplan.machine.topology_json import decode_json
 
     value = decode_json(text)
-    if not (isinstance(value, dict) and str(value.get("format")).startswith("topoplan.cluster/")):
+    if not _is_cluster(value):
         return _checked(value)
     from topoplan.reading.clusters import cluster_from_object
 
     if single:
         raise TopologyError("it is a cluster; a server of a cluster must be a single machine")
+    return cluster_from_object(value, *_readers(folder))
+
+
+def _is_cluster(value: object) -> TypeGuard[dict[str, object]]:
+    return isinstance(value, dict) and str(value.get("format")).startswith("topoplan.cluster/")
+
+
+def _readers(folder: str) -> tuple[LoadMachine, LoadTree]:
+    """Return what reads the machines and the tree that a cluster file in a folder names."""
 
     def load_machine(name: str, nvlink_gbps: float | None, pcie_gbps: float | None) -> Topology:
         if name in library():
@@ -360,7 +371,32 @@ def _from_json(text: str, folder: str, single: bool) -> Topology:
             raise TopologyError(f"network: {name} is not a topology.conf or topology.yaml of Slurm")
         return found
 
-    return cluster_from_object(value, load_machine, load_tree)
+    return load_machine, load_tree
+
+
+def load_cluster_by_kind(source: str | os.PathLike[str]) -> ClusterByKind | None:
+    """Return the cluster of a cluster file by kinds of servers; None for other sources, named nodes and helpers.
+
+    ``source`` is a path, or the text of a file, as for `load`. Errors are those of `load`.
+    """
+    from topoplan.machine.topology_json import decode_json
+
+    if source == "-" or (isinstance(source, str) and source in library()):
+        return None
+    if not os.path.exists(source) and not str(source).lstrip().startswith("{"):
+        return None
+    text, where, _, folder = _find(source)
+    if form_of(text) != "json":
+        return None
+    try:
+        value = decode_json(text)
+        if not _is_cluster(value):
+            return None
+        from topoplan.reading.clusters import by_kind_from_object
+
+        return by_kind_from_object(value, *_readers(folder))
+    except (TopologyError, UsageError) as error:
+        raise type(error)(f"{where}: {error}" if where else str(error)) from None
 
 
 def _checked(value: object) -> Topology:

@@ -133,7 +133,7 @@ def forest_at_least(
             more = _tree_at_least(found, leaves_of, roots, into=into)
             trees = [known + length for known, length in zip(trees, more, strict=True)]
     if collective in ("allgather", "reduce_scatter"):
-        weights = [cells[places[found.server[rank]].cell].servers for rank in roots]
+        weights = [cells[places[int(found.server[rank])].cell].servers for rank in roots]
         total = sum((w * tree for w, tree in zip(weights, trees, strict=True)), Fraction(0))
         return total / sum(weights)
     return min(trees)

@@ -23,7 +23,7 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
-from topoplan.errors import InfeasibleError, PlanError
+from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind, ClusterSample, Place
 from topoplan.machine.fabric import Arc, Fabric, usable_fabric
 from topoplan.machine.fabric_structure import (
@@ -44,6 +44,7 @@ from topoplan.plans.kind_templates import (
     represented,
 )
 from topoplan.plans.minimum_trees import UNREACHABLE
+from topoplan.plans.plan import COLLECTIVES, check_collective, root_rank
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import Edge, Stage
 from topoplan.solve.cuts_and_partitions import whole_capacities
@@ -601,12 +602,52 @@ def plan_by_kind(
     channels: str = "auto",
     progress: Callable[[str], None] | None = None,
 ) -> PlanByKind:
-    """Plan a collective on a cluster by kind.
+    """Plan a collective on a cluster by kind, at a cost that grows with its kinds of servers.
 
-    ``collective`` is one of trees, ``root`` a GPU number of the cluster. Trees inside servers are as low as the rate
-    allows. InfeasibleError if links do not connect the servers, or a server reaches another only through a third.
+    Parameters
+    ----------
+    cluster : ClusterByKind
+        From `topoplan.cluster_by_kind`.
+    collective : str
+        all_reduce, all_gather, reduce_scatter, broadcast or reduce.
+    root : int or None
+        GPU number of the root of a broadcast or reduce; None takes GPU 0.
+    channels : str
+        As for `topoplan.plan`.
+    progress : callable or None
+        Called with a line of text now and then.
+
+    Returns
+    -------
+    PlanByKind
+        Its trees have one edge into each server, or one into each GPU of it, from a root, a centre or an entry (see
+        `topoplan.plans.kind_templates`). Trees inside servers are as low as the rate allows. The gap is exact.
+
+    Raises
+    ------
+    UsageError
+        An unknown collective, or a root that does not exist or fits no collective with one.
+    InfeasibleError
+        Links do not connect the GPUs of a server, or the servers, or a server reaches another only through a third.
+
+    See Also
+    --------
+    topoplan.plan, topoplan.verify
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> servers = [topoplan.Server("dgx-h100", count=12500)]
+    >>> many = topoplan.cluster_by_kind(servers, nic_gbps=400, nic_access="direct")
+    >>> plan = plan_by_kind(many, "all_reduce")
+    >>> round(plan.rate, 3), plan.gap, plan.cluster.size
+    (200.016, 0.0, 100000)
     """
     started = time.perf_counter()
+    collective = check_collective(collective)
+    if collective not in COLLECTIVES:
+        raise UsageError(f"{collective} is not planned by kind; list the cluster and use topoplan.plan")
+    root = root_rank(range(cluster.size), collective, root)
     where = None
     if root is not None:
         where = cluster.server_of(root)

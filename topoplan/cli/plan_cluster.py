@@ -1,0 +1,255 @@
+"""Plan a large cluster by its kinds of servers for ``topoplan plan``, and print its templates and one server's part."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from fractions import Fraction
+
+from topoplan.cli.machine_options import FAULT_OPTIONS, NETWORK_OPTIONS, requested_by_kind
+from topoplan.cli.output import (
+    Answer,
+    folded,
+    folded_line,
+    progress_line,
+    rate_verdict,
+    table,
+)
+from topoplan.cli.sources import DESCRIPTION_OPTIONS, read_topology
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.cluster_by_kind import ClusterByKind
+from topoplan.machine.fabric import channel_words
+from topoplan.machine.topology import Topology
+from topoplan.plans.kind_templates import KindTemplate, image_count, represented
+from topoplan.plans.plan import COLLECTIVES, check_collective, collective_name
+from topoplan.plans.plan_by_kind import PlanByKind
+from topoplan.plans.shards import bracket_notation
+from topoplan.reading.load import load_cluster_by_kind
+from topoplan.solve.packing.kind_composition import plan_by_kind
+from topoplan.units import counted, format_seconds, labelled, rate_words
+
+MOST_LISTED = 256
+"""GPUs of a cluster up to which `plan` lists every GPU and tree."""
+
+_LISTED_ONLY = (
+    *(
+        "gpus",
+        "in_network",
+        "explain",
+        "plot",
+        "height",
+        "epsilon",
+        "threshold",
+        "time_limit",
+        "tolerance",
+        "order",
+    ),
+    *("demand", "size", "density", "schedule_file", "sizes", "mesh", "survive", *FAULT_OPTIONS),
+)
+"""Options of listed plans, if they are given."""
+
+_CHANNELS = ("auto", "nvlink+network", "pcie+network")
+
+
+def requested_cluster(options: argparse.Namespace) -> ClusterByKind | None:
+    """Return the cluster that is planned by kind; None if the options ask for a listed plan.
+
+    UsageError if ``--list`` names a server of a cluster that is not planned by kind.
+    """
+    cluster = None
+    listed = options.listed or options.bound_only or options.method != "exact" or options.schedule != "trees"
+    listed = listed or any(getattr(options, name) not in (None, False) for name in _LISTED_ONLY)
+    listed = listed or options.channels not in _CHANNELS
+    if not listed and check_collective(options.collective) in COLLECTIVES:
+        cluster = _described(options)
+        if cluster is not None and (cluster.size <= MOST_LISTED or cluster.servers < 2):
+            cluster = None
+    if options.list is not None and cluster is None:
+        raise UsageError(
+            f"--list needs a cluster of more than {MOST_LISTED} GPUs that is planned by kind; leave --list out, or "
+            "leave out the options of listed plans"
+        )
+    return cluster
+
+
+def _described(options: argparse.Namespace) -> ClusterByKind | None:
+    if isinstance(options.topo, Topology):
+        return requested_by_kind(options, options.topo)
+    if options.servers is None and options.domain is None:
+        if any(getattr(options, name) is not None for name in (*DESCRIPTION_OPTIONS, *NETWORK_OPTIONS)):
+            return None
+        return load_cluster_by_kind(options.topo)
+    return requested_by_kind(options, read_topology(options))
+
+
+def run(options: argparse.Namespace, cluster: ClusterByKind) -> Answer | None:
+    """Plan a cluster by its kinds of servers; None if its servers can be planned only as a list."""
+    try:
+        with progress_line("planning") as progress:
+            made = plan_by_kind(
+                cluster, options.collective, root=options.root, channels=options.channels, progress=progress
+            )
+    except InfeasibleError:
+        return None
+    part = None if options.list is None else ServerPart(made, options.list)
+
+    def text() -> Iterator[str]:
+        yield from plan_lines(made, every=options.all)
+        if part is not None:
+            yield from part.lines()
+
+    def value() -> dict[str, object]:
+        own = {} if part is None else {"server": part.to_object()}
+        derived = {"gpus": made.size, "gap": made.gap, "busbw": made.busbw, "digest": made.digest}
+        return {**made.to_object(), "seconds": made.planning_seconds, **derived, **own}
+
+    return Answer(
+        text=text,
+        value=value,
+        rows=lambda: template_rows(made),
+        file=made.to_json,
+        notes=made.notes,
+    )
+
+
+def plan_lines(plan: PlanByKind, *, every: bool = False) -> Iterator[str]:
+    """Yield the verdict, the rate against its bound, and the templates, at most a few unless ``every``."""
+    size = plan.size
+    yield (
+        f"{operation_words(plan)} on {plan.cluster.name}, {size:,} GPUs of {plan.cluster.servers:,} servers, over "
+        f"{channel_words(plan.channels)}: {rate_verdict(plan.gap)}"
+    )
+    yield from labelled(
+        ("algbw", rate_words(plan.rate, plan.collective, size)),
+        ("upper bound", f"{rate_words(plan.bound, plan.collective, size)}: {plan.explain_bound()}"),
+        (
+            "trees",
+            f"{plan.num_trees:,} of height {plan.height}, the images of {counted(len(plan.templates), 'template')}",
+        ),
+    )
+    yield ""
+    rows, left = folded(plan.templates, 8, every=every)
+    cells = [
+        (
+            f"{row['images']:,}",
+            str(row["share each"]),
+            f"{row['GB/s']:.4g}",
+            str(row["root"]),
+            str(row["height"]),
+            str(row["tree"]),
+        )
+        for row in (template_row(plan, template, longest=None if every else 70) for template in rows)
+    ]
+    yield table(
+        ("trees", "fraction each", "GB/s each", "root of the first", "height", "edges of the first"), cells
+    )
+    yield from folded_line(left, "template")
+    if plan.planning_seconds is not None:
+        yield f"planned in {format_seconds(plan.planning_seconds)}"
+
+
+def operation_words(plan: PlanByKind) -> str:
+    """Return the collective of a plan with its root."""
+    name = collective_name(plan.collective)
+    root = plan.sample_root
+    if root is None:
+        return name
+    return f"{name} {'to' if plan.collective == 'reduce' else 'from'} {plan.fabric.ranks[root]}"
+
+
+def template_rows(plan: PlanByKind) -> list[dict[str, object]]:
+    """Return the templates as objects for ``--csv``."""
+    return [template_row(plan, template) for template in plan.templates]
+
+
+def template_row(
+    plan: PlanByKind, template: KindTemplate, *, longest: int | None = None
+) -> dict[str, object]:
+    """Return one template: its images, the share and GB/s of each, root, height and edges on the sample's servers."""
+    images = image_count(plan.sample, template)
+    stage = template.stages[-1]
+    return {
+        "images": images,
+        "share each": str(template.share / images),
+        "GB/s": float(template.share / images) * plan.rate,
+        "root": plan.fabric.ranks[stage.root],
+        "height": stage.height,
+        "tree": bracket_notation(plan.fabric.ranks, stage, longest=longest),
+    }
+
+
+class ServerPart:
+    """What the GPUs of one server send and receive in a plan by kind.
+
+    ``name`` is that of a server, such as s17. UsageError if the cluster has no such server.
+    """
+
+    def __init__(self, plan: PlanByKind, name: str) -> None:
+        number = name.removeprefix("s")
+        last = plan.cluster.servers - 1
+        if name == number or not number.isdecimal() or int(number) > last:
+            raise UsageError(f"--list must name a server from s0 to s{last}, got {name[:40]!r}")
+        self.plan, self.name, self.server = plan, name, int(number)
+        self.cell = plan.cluster.place(self.server).cell
+
+    def rows(self) -> list[dict[str, object]]:
+        """Return for each GPU and channel the bytes sent and received for each byte of the buffer, and the peers."""
+        plan, sample = self.plan, self.plan.sample
+        ranks = plan.fabric.ranks
+        home = {f"s{number}": place for place, number in enumerate(sample.numbers)}
+        server = [home[name.split(".")[0]] for name in ranks]
+        gpu = [name.split(".", 1)[1] for name in ranks]
+        moved: dict[tuple[str, str], list[Fraction]] = {}
+        peers: dict[tuple[str, str], dict[str, None]] = {}
+        for template in plan.templates:
+            stands = represented(sample, template)
+            for stage in template.stages:
+                for edge in stage.edges:
+                    times = template.share * stands[server[edge.child]]
+                    ends = (edge.child, edge.parent) if stage.op == "reduce" else (edge.parent, edge.child)
+                    for way, (own, other) in enumerate((ends, ends[::-1])):
+                        cell = sample.places[server[own]].cell
+                        if cell != self.cell:
+                            continue
+                        key = (gpu[own], edge.channel)
+                        moved.setdefault(key, [Fraction(0)] * 2)[way] += (
+                            times / plan.cluster.cells[cell].servers
+                        )
+                        where = "" if server[own] == server[other] else " of others"
+                        peers.setdefault(key, {}).setdefault(f"{gpu[other]}{where}")
+        return [
+            {
+                "gpu": f"{self.name}.{name}",
+                "channel": channel,
+                "sent": float(sent),
+                "received": float(received),
+                "peers": " ".join(sorted(peers[name, channel])),
+            }
+            for (name, channel), (sent, received) in sorted(moved.items())
+        ]
+
+    def lines(self) -> Iterator[str]:
+        """Yield the server's ranks, and a table of its GPUs."""
+        cluster = self.plan.cluster
+        cell = cluster.cells[self.cell]
+        first = cluster.first_rank(self.server)
+        yield ""
+        yield (
+            f"{self.name}: ranks {first} to {first + cluster.gpus_of_kind[cell.kind] - 1}, one of {cell.servers:,} "
+            "equivalent servers; bytes for each byte of the buffer"
+        )
+        heads = ("gpu", "channel", "sent", "received", "peers")
+        yield table(
+            heads,
+            [
+                (
+                    *(str(row[key]) for key in heads[:2]),
+                    *(f"{row[key]:.4g}" for key in heads[2:4]),
+                    str(row["peers"]),
+                )
+                for row in self.rows()
+            ],
+        )
+
+    def to_object(self) -> dict[str, object]:
+        return {"name": self.name, "cell": self.cell, "gpus": self.rows()}

@@ -1,0 +1,271 @@
+"""Verify a plan of a cluster by kind from its templates alone, by counts of servers.
+
+Every server of the cluster is in exactly one *group* of a template: it has a role (root, centre, entry of a leaf), or
+it is one of the remaining servers of its cell in the root's leaf, in the centre's leaf, or in the other leaves of its
+class. The template must reach one server of the sample for each group that is not empty, all of its ranks once, from a
+server that every member of the group has in common: the root, the centre, or the entry of its leaf. Then each image is
+a tree over all ranks. Roles must fall on all servers of a cell equally often; then all links of a class carry the same,
+which is counted here by groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from topoplan.errors import PlanError
+from topoplan.machine.cluster_by_kind import ClusterSample
+from topoplan.plans.build import stage_order
+from topoplan.plans.kind_templates import KindTemplate
+from topoplan.plans.loads import edge_links
+from topoplan.plans.plan import COLLECTIVES, ROOTED
+from topoplan.plans.plan_by_kind import PlanByKind
+from topoplan.plans.shards import Stage
+from topoplan.plans.verify import Verification, check_claim
+from topoplan.units import nearest_float, shown
+
+Leaf = tuple[int, int]
+"""A leaf of the sample: its class, and its number there."""
+
+
+def verify_by_kind(plan: PlanByKind) -> Verification:
+    """Recompute everything that a plan of a cluster by kind claims.
+
+    ``loads`` of the report are for one link of each class, by the sample's names. PlanError for the first fault.
+    """
+    _check_header(plan)
+    _check_shares(plan)
+    classes, counts = plan.sample.link_classes(plan.fabric.links)
+    crossed = [Fraction(0)] * len(counts)
+    trees = 0
+    for number, template in enumerate(plan.templates):
+        try:
+            groups = _Groups(plan.sample, template)
+            groups.check_roles()
+            trees += groups.images()
+            for stage in template.stages:
+                reached = _check_stage(plan, groups, stage)
+                for edge in stage.edges:
+                    times = template.share * groups.sizes[reached[edge.child]]
+                    for place in edge_links(edge, stage.op, plan.fabric):
+                        crossed[classes[place]] += times
+        except PlanError as error:
+            raise error.under(f"template {number}") from None
+    capacity = dict(zip(classes, plan.fabric.capacity, strict=True))
+    rates = {row: capacity[row] * counts[row] / times for row, times in enumerate(crossed) if times}
+    rate, bound = min(rates.values()), plan.exact_bound()
+    check_claim("rate", plan.rate, rate)
+    check_claim("bound", plan.bound, bound)
+    if rate > bound:
+        raise PlanError(
+            f"the forest's rate {nearest_float(rate):.6g} GB/s exceeds the certified bound "
+            f"{nearest_float(bound):.6g}: the certificate does not fit this cluster"
+        )
+    first: dict[int, tuple[str, str]] = {}
+    for link, row in zip(plan.fabric.links, classes, strict=True):
+        first.setdefault(row, (link.src, link.dst))
+    return Verification(
+        rate=nearest_float(rate),
+        bound=nearest_float(bound),
+        exact_rate=rate,
+        exact_bound=bound,
+        optimal=rate == bound,
+        trees=trees,
+        height=plan.height,
+        bottleneck=tuple(first[row] for row, each in rates.items() if each == rate),
+        loads={first[row]: float(crossed[row] / counts[row]) for row in rates},
+    )
+
+
+def _check_header(plan: PlanByKind) -> None:
+    if plan.collective not in COLLECTIVES:
+        raise PlanError(f"collective {plan.collective!r} is unknown to plans of clusters by kind")
+    if (plan.collective in ROOTED) != (plan.root is not None):
+        raise PlanError(
+            f"{plan.collective} must have {'a' if plan.root is None else 'no'} root, got {plan.root}"
+        )
+    if plan.root is not None:
+        if not 0 <= plan.root < plan.size:
+            raise PlanError(f"root {plan.root} must be from 0 to {plan.size - 1}")
+        cluster = plan.cluster
+        if cluster.cells[cluster.place(cluster.server_of(plan.root)[0]).cell].servers != 1:
+            raise PlanError(f"the server of root {plan.root} must be a kind of its own")
+    if plan.fabric.unreachable(plan.collective, plan.sample_root):
+        raise PlanError(f"the ranks are not connected over {', '.join(plan.channels)}")
+    order = stage_order(plan.collective)
+    for number, template in enumerate(plan.templates):
+        if tuple(stage.op for stage in template.stages) != order:
+            raise PlanError(f"template {number} must have the stages {', '.join(order)}")
+        roots = {stage.root for stage in template.stages}
+        if len(roots) > 1 or (plan.root is not None and roots != {plan.sample_root}):
+            raise PlanError(f"template {number} must have one root in all stages, that of the collective")
+
+
+def _check_shares(plan: PlanByKind) -> None:
+    owned: dict[tuple[int, int], Fraction] = {}
+    home = _server_of_rank(plan.sample, plan.fabric.ranks)
+    for number, template in enumerate(plan.templates):
+        if template.share <= 0:
+            raise PlanError(f"template {number}: share {shown(template.share)} must be above zero")
+        root = template.stages[0].root
+        first = home.index(home[root])
+        owner = (plan.sample.places[home[root]].cell, root - first)
+        owned[owner] = owned.get(owner, Fraction(0)) + template.share
+    if plan.collective not in ("allgather", "reduce_scatter"):
+        total = sum(owned.values(), Fraction(0))
+        if total != 1:
+            raise PlanError(f"shares add up to {shown(total)}, not 1")
+        return
+    cluster = plan.cluster
+    for number, cell in enumerate(cluster.cells):
+        for gpu in range(cluster.gpus_of_kind[cell.kind]):
+            due = Fraction(cell.servers, plan.size)
+            part = owned.get((number, gpu), Fraction(0))
+            if part != due:
+                raise PlanError(
+                    f"blocks of GPU {gpu} of cell {number} have a share of {shown(part)}, not {due}"
+                )
+
+
+def _server_of_rank(sample: ClusterSample, ranks: Sequence[str]) -> list[int]:
+    number = {f"s{server}": place for place, server in enumerate(sample.numbers)}
+    return [number[name.split(".")[0]] for name in ranks]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A role, or (role empty) the remaining servers of a cell in one leaf or in all without root and centre."""
+
+    role: str
+    cell: int
+    where: str
+
+
+class _Groups:
+    """The groups of a template: how many servers of the cluster each has, and of which each server of the sample is."""
+
+    def __init__(self, sample: ClusterSample, template: KindTemplate) -> None:
+        self.sample, self.template = sample, template
+        cells, places = sample.cluster.cells, sample.places
+        self.leaf: list[Leaf] = [(cells[place.cell].leaf_class, place.leaf) for place in places]
+        self.held = {self.leaf[template.root], self.leaf[template.centre]}
+        # Sizes by counts of the cluster, not of the sample.
+        free = {
+            cell.leaf_class: cell.leaves - sum(one == cell.leaf_class for one, _ in self.held)
+            for cell in cells
+        }
+        self.sizes: dict[_Group, int] = {_Group("root", places[template.root].cell, ""): 1}
+        if template.centre != template.root:
+            self.sizes[_Group("centre", places[template.centre].cell, "")] = 1
+        entries: Counter[int] = Counter()
+        for entry in template.entries:
+            if entry in (template.root, template.centre) or self.leaf[entry] in self.held:
+                raise PlanError(f"entry s{sample.numbers[entry]} is in the leaf of the root or the centre")
+            entries[self.leaf[entry][0]] += 1
+            self.sizes[self.of(entry)] = free[self.leaf[entry][0]]
+        if any(times > 1 for times in entries.values()):
+            raise PlanError("a class of leaves has two entries")
+        for number, cell in enumerate(cells):
+            for leaf in self.held:
+                if leaf[0] == cell.leaf_class:
+                    marked = sum(
+                        places[one].cell == number and self.leaf[one] == leaf
+                        for one in {template.root, template.centre}
+                    )
+                    self._add(number, f"leaf {leaf[1]}", cell.count - marked)
+            marked = sum(places[one].cell == number for one in template.entries)
+            self._add(number, "others", free[cell.leaf_class] * (cell.count - marked))
+
+    def _add(self, cell: int, where: str, size: int) -> None:
+        if size < 0:
+            raise PlanError(f"cell {cell} has fewer servers than the template has roles for")
+        if size:
+            self.sizes[_Group("", cell, where)] = size
+
+    def of(self, server: int) -> _Group:
+        """Return the group of a server of the sample."""
+        cell, template = self.sample.places[server].cell, self.template
+        if server == template.root:
+            return _Group("root", cell, "")
+        if server == template.centre:
+            return _Group("centre", cell, "")
+        if server in template.entries:
+            return _Group("entry", cell, "others")
+        leaf = self.leaf[server]
+        return _Group("", cell, f"leaf {leaf[1]}" if leaf in self.held else "others")
+
+    def images(self) -> int:
+        """Return the number of images."""
+        root = self.sample.places[self.template.root]
+        return self.sample.cluster.cells[root.cell].servers * self.template.shifts
+
+    def check_roles(self) -> None:
+        """Raise PlanError unless every server of a cell has each role in equally many images."""
+        cells, places, template = self.sample.cluster.cells, self.sample.places, self.template
+        home, middle = places[template.root], places[template.centre]
+        turns = cells[home.cell].count * template.shifts
+        own, class_of = cells[middle.cell], cells[home.cell].leaf_class
+        even = True
+        if own.leaf_class != class_of:
+            even = self.images() % own.servers == 0
+        elif middle.cell != home.cell:
+            even = turns % own.count == 0
+        for entry in template.entries:
+            cell = cells[places[entry].cell]
+            even = even and turns % cell.count == 0
+            if own.leaf_class not in (class_of,) and cell.leaf_class == own.leaf_class:
+                # Where the centre is says which positions the entries of the other leaves have.
+                even = even and own.count % cell.count == 0
+        if not even:
+            raise PlanError(
+                f"{template.shifts} shifts do not give every server of a cell each role equally often"
+            )
+
+
+def _check_stage(plan: PlanByKind, groups: _Groups, stage: Stage) -> dict[int, _Group]:
+    """Return the group of every reached rank; PlanError unless the tree reaches every rank of every group once."""
+    sample, template = plan.sample, groups.template
+    home = _server_of_rank(sample, plan.fabric.ranks)
+    if home[stage.root] != template.root:
+        raise PlanError(f"the root of the {stage.op} tree is not on the template's root server")
+    stage.check_ranks(plan.fabric.size)
+    depths = stage.depths()
+    servers = sorted({home[rank] for rank in depths})
+    ranks = Counter(home[rank] for rank in depths)
+    seen: dict[_Group, int] = {}
+    for server in servers:
+        group = groups.of(server)
+        if group in seen or group not in groups.sizes:
+            fault = (
+                "reaches two servers of one group" if group in seen else "reaches a server that no group has"
+            )
+            raise PlanError(f"the {stage.op} tree {fault}: s{sample.numbers[server]}")
+        seen[group] = server
+        if ranks[server] != home.count(server):
+            raise PlanError(
+                f"the {stage.op} tree reaches {ranks[server]} of {home.count(server)} ranks of "
+                f"s{sample.numbers[server]}"
+            )
+    missing = next((group for group in groups.sizes if group not in seen), None)
+    if missing is not None:
+        where = missing.where or "its place"
+        raise PlanError(
+            f"the {stage.op} tree reaches no server of cell {missing.cell} ({missing.role or 'remaining'}, {where})"
+        )
+    beyond: dict[int, Leaf] = {}
+    for group, server in seen.items():
+        if group.where == "others":
+            leaf = groups.leaf[server]
+            if beyond.setdefault(leaf[0], leaf) != leaf:
+                raise PlanError(f"the {stage.op} tree reaches two leaves of one group")
+    for edge in stage.edges:
+        above, below = home[edge.parent], home[edge.child]
+        shared = above in (below, template.root, template.centre)
+        if not shared and not (above in template.entries and groups.leaf[above] == groups.leaf[below]):
+            raise PlanError(
+                f"s{sample.numbers[below]} has its data from s{sample.numbers[above]}, which is neither root, centre, "
+                "nor the entry of its leaf"
+            )
+    return {rank: groups.of(home[rank]) for rank in depths}
