@@ -12,9 +12,9 @@ from importlib import import_module
 from topoplan.errors import UsageError
 
 NAMES = """
-agreement alignment all_wires damages executors fabrics gossip gpu gpu_selection helpers hook hybrid jobs lars loopback
-low_rank modes mutations pairs planning published robustness scale selection sizes sparse survive testbed three_phases
-windows
+agreement alignment all_wires damages executors fabrics gossip gpu gpu_selection helpers hook hybrid jobs kinds lars
+loopback low_rank modes mutations pairs planning published robustness scale selection sizes sparse survive testbed
+three_phases windows
 """
 BENCHMARKS = NAMES.split()
 WITH_OPTIONS = ("executors", "hook", "mutations", "published")

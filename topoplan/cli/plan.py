@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from topoplan.cli import arguments, plan_cluster, plan_sets, plan_sizes
+from topoplan.cli import arguments, plan_sets, plan_sizes
 from topoplan.cli.machine_options import RequestedMachine, add_all_options
 from topoplan.cli.main import PlanExplanation, plan_explanations
 from topoplan.cli.output import (
@@ -34,7 +34,8 @@ from topoplan.cli.output import (
     tree_noun,
 )
 from topoplan.cli.sources import read_demand, read_machine, read_trees
-from topoplan.errors import kind_of
+from topoplan.errors import UsageError, kind_of
+from topoplan.machine.cluster_by_kind import MOST_LISTED
 from topoplan.machine.fabric import ALL, Fabric, channel_words
 from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.certificates.exchange import Demand
@@ -51,6 +52,7 @@ from topoplan.plans.structure import (
     tree_classes,
     tree_shapes,
 )
+from topoplan.reading.load import library
 from topoplan.solve.cuts_and_partitions import best_bound
 from topoplan.solve.planner import METHODS, ORDERS, TOLERANCE
 from topoplan.solve.planner import plan as make_plan
@@ -149,7 +151,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         parser.topic("cluster"),
         f"""
         --list SERVER  print the part of one server, such as s17, in the plan of a cluster of more than
-                       {plan_cluster.MOST_LISTED} GPUs
+                       {MOST_LISTED} GPUs
         --listed       plan every GPU of such a cluster by itself; by default it is planned by kinds of servers
         """,
     )
@@ -197,10 +199,16 @@ def run(options: argparse.Namespace) -> Answer:
 
 def _run_plan(options: argparse.Namespace) -> Answer:
     """Make one plan: of packed trees, of a schedule, or sparse; of a large cluster by its kinds of servers."""
-    cluster = plan_cluster.requested_cluster(options)
-    answer = None if cluster is None else plan_cluster.run(options, cluster)
-    if answer is not None:
-        return answer
+    if options.servers is not None or options.topo not in library():
+        # The modules of clusters by kind are imported only if there may be one.
+        from topoplan.cli import plan_cluster
+
+        cluster = plan_cluster.requested_cluster(options)
+        answer = None if cluster is None else plan_cluster.run(options, cluster)
+        if answer is not None:
+            return answer
+    elif options.list is not None:
+        raise UsageError("--list names a server of a large cluster; add --servers, or leave --list out")
     machine = read_machine(options)
     warnings = machine.warnings(machine.allocation(options.gpus))
     with progress_line("planning") as progress:

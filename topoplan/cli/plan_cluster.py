@@ -17,7 +17,7 @@ from topoplan.cli.output import (
 )
 from topoplan.cli.sources import DESCRIPTION_OPTIONS, read_topology
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.machine.cluster_by_kind import ClusterByKind
+from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
 from topoplan.machine.fabric import channel_words
 from topoplan.machine.topology import Topology
 from topoplan.plans.kind_templates import KindTemplate, image_count, represented
@@ -27,9 +27,6 @@ from topoplan.plans.shards import bracket_notation
 from topoplan.reading.load import load_cluster_by_kind
 from topoplan.solve.packing.kind_composition import plan_by_kind
 from topoplan.units import counted, format_seconds, labelled, rate_words
-
-MOST_LISTED = 256
-"""GPUs of a cluster up to which `plan` lists every GPU and tree."""
 
 _LISTED_ONLY = (
     *(
@@ -179,7 +176,7 @@ def template_row(
 
 
 class ServerPart:
-    """What the GPUs of one server send and receive in a plan by kind.
+    """The traffic of one server in a plan by kind.
 
     ``name`` is that of a server, such as s17. UsageError if the cluster has no such server.
     """

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from topoplan.cli.arguments import refuse_beside
 from topoplan.cli.machine_options import (
@@ -33,11 +33,13 @@ from topoplan.machine.topology_json import decode_json
 from topoplan.machine.variants import with_in_network
 from topoplan.plans.file_values import parse_object
 from topoplan.plans.plan import Plans
-from topoplan.plans.plan_by_kind import PlanByKind, is_by_kind
 from topoplan.plans.size_plans import parse_plan_file
 from topoplan.plans.verify import verify_all
 from topoplan.reading.load import decode_log, library, load, load_text, read_text
 from topoplan.reading.slurm import expand_hostlist
+
+if TYPE_CHECKING:
+    from topoplan.plans.plan_by_kind import PlanByKind
 
 _PLAN_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.plans?/')
 _JOBS_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.jobs/')
@@ -193,7 +195,11 @@ def read_by_kind(text: str, path: str) -> PlanByKind | None:
         return None
     try:
         value = parse_object(text)
-        return PlanByKind.from_object(value) if is_by_kind(value) else None
+        if "cluster" not in value:
+            return None
+        from topoplan.plans.plan_by_kind import PlanByKind
+
+        return PlanByKind.from_object(value)
     except PlanError as error:
         raise PlanError(f"{_place_words(path)}: {error}") from None
 

@@ -9,6 +9,7 @@ import argparse
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from topoplan.cli.arguments import (
     OneLineParser,
@@ -38,7 +39,6 @@ from topoplan.cli.output import (
     table_of,
     tree_noun,
 )
-from topoplan.cli.plan_cluster import operation_words
 from topoplan.cli.sources import parse_claimed_plan, read_by_kind, read_plan_text
 from topoplan.engines.msccl_read_back import check_msccl, read_algorithm_file
 from topoplan.engines.mscclpp_read import read_plan_file
@@ -52,14 +52,15 @@ from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.file_values import finite, parse_object, read_list, read_object
 from topoplan.plans.mesh_plans import MeshGroup, MeshPlans, is_mesh, verify_mesh
 from topoplan.plans.plan import Plan, Plans, SizeRange, check_shape, collective_name
-from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.size_plans import SizePlans
 from topoplan.plans.survival import FailureOutcome, MachineFailure, SurvivalPlans, verify_survival
 from topoplan.plans.verify import Verification, verify_all
-from topoplan.plans.verify_by_kind import verify_by_kind
 from topoplan.reading.load import load
 from topoplan.solve.upper_bound import in_network_bound
 from topoplan.units import counted, format_size, labelled, rate_words
+
+if TYPE_CHECKING:
+    from topoplan.plans.plan_by_kind import PlanByKind
 
 MSCCLPP = "mscclpp"
 MSCCL = "msccl"
@@ -144,6 +145,9 @@ def _checked(options: argparse.Namespace, check: Callable[[], Answer]) -> Answer
 
 def _by_kind_answer(plan: PlanByKind, text: str) -> Answer:
     """Check the plan of a cluster by kind from its templates."""
+    from topoplan.cli.plan_cluster import operation_words
+    from topoplan.plans.verify_by_kind import verify_by_kind
+
     report = verify_by_kind(plan)
     stated = parse_object(text)
     for key, found in (("trees", report.trees), ("height", report.height)):

@@ -13,7 +13,7 @@ those of the cluster: they depend on whether two servers share the leaf and the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -23,11 +23,14 @@ from topoplan.machine.cluster_network import ClusterNetwork, join_servers
 from topoplan.machine.nic_wiring import NicPort, WiredServer
 from topoplan.machine.topology import Device, Link, Topology, check_memory
 
+MOST_LISTED = 256
+"""GPUs of a cluster up to which ``topoplan plan`` lists every GPU and tree."""
+
 MOST_SERVERS = 1_000_000
 """Most servers of a cluster by kind: more is taken for a typing error."""
 
 
-class Place(NamedTuple):
+class ServerPlace(NamedTuple):
     """A server's cell, the leaf among those of its class, and its position among the cell's servers in that leaf."""
 
     cell: int
@@ -70,7 +73,7 @@ class ClusterByKind:
     def __post_init__(self) -> None:
         if not 1 <= self.servers <= MOST_SERVERS:
             raise UsageError(
-                f"a cluster must have 1 to {MOST_SERVERS:,} servers, got {self.servers:,}; choose another number"
+                f"a cluster must have 1 to {MOST_SERVERS:,} servers, got {self.servers:,}; choose fewer servers"
             )
 
     @cached_property
@@ -157,7 +160,7 @@ class ClusterByKind:
         first, start, gpus = next(run for run in reversed(self._first_ranks) if run[1] <= rank)
         return first + (rank - start) // gpus, (rank - start) % gpus
 
-    def server(self, place: Place) -> int:
+    def server(self, place: ServerPlace) -> int:
         """Return the number of the server at a place."""
         cell = self.cells[place.cell]
         leaf = self.leaf_number(cell.leaf_class, place.leaf)
@@ -176,7 +179,7 @@ class ClusterByKind:
         """Return the number in the cluster of a leaf of a class."""
         return list(self._classes.values())[leaf_class][leaf]
 
-    def place(self, server: int) -> Place:
+    def place(self, server: int) -> ServerPlace:
         """Return the place of a server."""
         leaf, left = divmod(server, self._leaf_size)
         before = Counter[int]()
@@ -191,7 +194,7 @@ class ClusterByKind:
         cell = next(
             place for place, one in enumerate(self.cells) if one.leaf_class == number and one.kind == kind
         )
-        return Place(cell, leaves.index(leaf), before[kind] + left)
+        return ServerPlace(cell, leaves.index(leaf), before[kind] + left)
 
     def apart(self, server: int) -> ClusterByKind:
         """Return the cluster with one server as a kind of its own, as the root of a broadcast is."""
@@ -214,16 +217,44 @@ class ClusterByKind:
             first += count
         raise UsageError(f"server {server} must be from 0 to {self.servers - 1}")
 
+    def rotations(self) -> tuple[Callable[[str], str], ...] | None:
+        """Return permutations of device names that generate all equivalences of servers of one cell.
+
+        They rotate the leaves, and the servers of all leaves at once. None for a cluster of more cells.
+        """
+        if len(self.cells) > 1:
+            return None
+        cell = self.cells[0]
+
+        def leaves(name: str) -> str:
+            return self._moved(name, cell.count, 0)
+
+        def positions(name: str) -> str:
+            return self._moved(name, 0, 1)
+
+        return (*((leaves,) if cell.leaves > 1 else ()), *((positions,) if cell.count > 1 else ()))
+
+    def _moved(self, name: str, servers: int, positions: int) -> str:
+        """Return a device's name on the server that is so many servers, and positions in its leaf, ahead."""
+        head, dot, tail = name.partition(".")
+        count = self.cells[0].count
+        if not dot:
+            fat = self.network.kind == "fat-tree" and head.startswith("leaf")
+            leaf = (int(head.removeprefix("leaf")) + servers // count) % self.cells[0].leaves if fat else 0
+            return f"leaf{leaf}" if fat else head
+        leaf, position = divmod((int(head[1:]) + servers) % self.servers, count)
+        return f"s{leaf * count + (position + positions) % count}.{tail}"
+
     def sample(self, most: int) -> ClusterSample:
         """Return at most ``most`` leaves of each class with at most ``most`` servers of each cell, joined."""
-        chosen: dict[int, Place] = {}
+        chosen: dict[int, ServerPlace] = {}
         weights: dict[int, int] = {}
         for number, cell in enumerate(self.cells):
             for leaf in range(min(most, cell.leaves)):
                 kept = min(most, cell.count)
                 for position in range(kept):
-                    server = self.server(Place(number, leaf, position))
-                    chosen[server] = Place(number, leaf, position)
+                    server = self.server(ServerPlace(number, leaf, position))
+                    chosen[server] = ServerPlace(number, leaf, position)
                     weights[server] = 1 if position else cell.count - kept + 1
         order = sorted(chosen)
         topology = self._joined(order, [weights[server] for server in order])
@@ -268,7 +299,7 @@ class ClusterSample:
 
     cluster: ClusterByKind
     topology: Topology
-    places: tuple[Place, ...]
+    places: tuple[ServerPlace, ...]
     numbers: tuple[int, ...]
 
     @cached_property

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd, lcm
 
-from topoplan.machine.cluster_by_kind import ClusterSample, Place
+from topoplan.machine.cluster_by_kind import ClusterSample, ServerPlace
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.loads import stage_links
 from topoplan.plans.shards import Edge, Shard, Stage
@@ -164,9 +164,9 @@ class TemplateImages:
         index, _ = divmod(number, template.shifts)
         leaf, position = divmod(index, home.count)
         turn = number % (home.count * template.shifts)
-        root = Place(places[template.root].cell, leaf, position)
+        root = ServerPlace(places[template.root].cell, leaf, position)
         centre = self._centre(root, turn, number)
-        role: dict[int, list[Place]] = {template.root: [root]}
+        role: dict[int, list[ServerPlace]] = {template.root: [root]}
         if template.centre != template.root:
             role[template.centre] = [centre]
         held = {(cells[place.cell].leaf_class, place.leaf) for place in (root, centre)}
@@ -174,7 +174,7 @@ class TemplateImages:
             cell = places[entry].cell
             own = cells[cell]
             role[entry] = [
-                Place(cell, at, turn % own.count)
+                ServerPlace(cell, at, turn % own.count)
                 for at in range(own.leaves)
                 if (own.leaf_class, at) not in held
             ]
@@ -192,7 +192,7 @@ class TemplateImages:
                 if at_slot is None
                 else [at_slot[1]]
             )
-            found = (Place(cell, at, place) for at in leaves for place in range(own.count))
+            found = (ServerPlace(cell, at, place) for at in leaves for place in range(own.count))
             role[server] = [place for place in found if place not in taken]
             assert len(role[server]) == count, "the rule covers every server once"
         return {
@@ -200,7 +200,7 @@ class TemplateImages:
             for server, listed in role.items()
         }
 
-    def _centre(self, root: Place, turn: int, number: int) -> Place:
+    def _centre(self, root: ServerPlace, turn: int, number: int) -> ServerPlace:
         template, places, cells = self.template, self.sample.places, self.sample.cluster.cells
         if template.centre == template.root:
             return root
@@ -208,12 +208,12 @@ class TemplateImages:
         home, own = cells[here.cell], cells[there.cell]
         if own.leaf_class != home.leaf_class:
             at, place = divmod(number % own.servers, own.count)
-            return Place(there.cell, at, place)
+            return ServerPlace(there.cell, at, place)
         if there.leaf == here.leaf:
             place = (root.position + 1) % own.count if there.cell == here.cell else turn % own.count
-            return Place(there.cell, root.leaf, place)
+            return ServerPlace(there.cell, root.leaf, place)
         place = root.position if there.cell == here.cell else turn % own.count
-        return Place(there.cell, (root.leaf + 1) % own.leaves, place)
+        return ServerPlace(there.cell, (root.leaf + 1) % own.leaves, place)
 
     def __len__(self) -> int:
         return image_count(self.sample, self.template)

@@ -7,7 +7,7 @@ with their number. `PlanByKind.listed` returns the same plan with all devices an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -45,7 +45,7 @@ from topoplan.plans.kind_templates import (
     image_count,
 )
 from topoplan.plans.plan import PLAN_FORMAT_2, Plan, collective_name
-from topoplan.plans.shards import Edge, Shard, Stage
+from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
 from topoplan.units import bus_factor, counted, exact, labelled, nearest_float, rate_words
 
 BY_KIND = "by-kind"
@@ -53,6 +53,9 @@ BY_KIND = "by-kind"
 
 MOST_LISTED_EDGES = 4_000_000
 """Tree edges up to which a plan by kind is listed: some gigabytes."""
+
+MOST_LISTED_GPUS = 16_384
+"""GPUs up to which a plan by kind is listed."""
 
 ClassLength = tuple[str, str, Fraction]
 """Source and destination of a link of the sample, and the length of all links of its class."""
@@ -195,21 +198,31 @@ class PlanByKind:
         return f"the bottleneck is {words}"
 
     def listed(self) -> Plan:
-        """Return the plan with all devices and trees of the cluster.
+        """Return the plan with all devices and trees of the cluster; of one kind of servers with their symmetries.
 
-        UsageError if they do not fit: more than `MOST_LISTED_EDGES` tree edges, or a topology beyond memory.
+        UsageError if they do not fit: more than `MOST_LISTED_EDGES` tree edges or `MOST_LISTED_GPUS`.
         """
-        edges = self.num_trees * (self.size - 1) * len(self.templates[0].stages)
-        if edges > MOST_LISTED_EDGES:
+        rotations = self.cluster.rotations() if all(one.shifts == 1 for one in self.templates) else None
+        trees = self.num_trees if rotations is None else len(self.templates)
+        edges = trees * (self.size - 1) * len(self.templates[0].stages)
+        if edges > MOST_LISTED_EDGES or self.size > MOST_LISTED_GPUS:
             raise UsageError(
-                f"a list of {self.num_trees:,} trees of {self.size:,} GPUs has {edges:,} edges, and at most "
-                f"{MOST_LISTED_EDGES:,} fit; choose fewer servers, or use the plan by kind"
+                f"a list of {trees:,} trees of {self.size:,} GPUs has {edges:,} edges; at most {MOST_LISTED_EDGES:,} "
+                f"edges and {MOST_LISTED_GPUS:,} GPUs fit; choose fewer servers, or use the plan by kind"
             )
         fabric = Fabric(self.cluster.listed().settled(), self.channels)
-        shards: list[Shard] = sorted(
-            all_images(self.sample, self.fabric, self.templates),
-            key=lambda shard: _owner(shard, self.collective),
-        )
+        shards: Sequence[Shard]
+        if rotations is None:
+            every = all_images(self.sample, self.fabric, self.templates)
+            shards = sorted(every, key=lambda shard: _owner(shard, self.collective))
+        else:
+            number = {name: place for place, name in enumerate(fabric.nodes)}
+            shards = ImageShards(
+                fabric.nodes,
+                fabric.size,
+                tuple(tuple(number[moved(name)] for name in fabric.nodes) for moved in rotations),
+                tuple(self.images(template).shard(0) for template in self.templates),
+            )
         return build_plan(
             fabric,
             self.collective,
@@ -412,11 +425,6 @@ class PlanByKind:
     def images(self, template: KindTemplate) -> TemplateImages:
         """Return the trees that follow from a template, as shards of the whole cluster made on request."""
         return TemplateImages(self.sample, self.fabric, template)
-
-
-def is_by_kind(value: Mapping[str, object]) -> bool:
-    """Return whether the object of a plan file is that of a cluster by kind."""
-    return value.get("format") == PLAN_FORMAT_2 and "cluster" in value
 
 
 def _owner(shard: Shard, collective: str) -> tuple[int, Fraction]:

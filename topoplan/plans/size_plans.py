@@ -38,7 +38,6 @@ from topoplan.plans.plan import (
     row_texts,
     without_topology,
 )
-from topoplan.plans.plan_by_kind import PlanByKind, is_by_kind
 from topoplan.plans.survival import SurvivalPlans
 
 if TYPE_CHECKING:
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from topoplan.cli.results import Result
+    from topoplan.plans.plan_by_kind import PlanByKind
 
 SIZE_PLANS_FORMAT = "topoplan.plans/1"
 SIZE_PLANS_KEYS = (
@@ -275,8 +275,10 @@ def load_plan_by_kind(path: str | os.PathLike[str]) -> PlanByKind:
     --------
     topoplan.verify, topoplan.plan_by_kind
     """
+    from topoplan.plans.plan_by_kind import PlanByKind
+
     value = parse_object(read_plan_file(path))
-    if not is_by_kind(value):
+    if "cluster" not in value:
         raise PlanError(f"{os.fspath(path)} holds no plan of a cluster by kind; use topoplan.load_plan")
     return PlanByKind.from_object(value)
 
@@ -316,6 +318,8 @@ def parse_plan_file(text: str) -> Plans:
     by_size = value.get("format") in (SIZE_PLANS_FORMAT, SIZE_PLANS_FORMAT_2)
     if "failures" in value and not by_size:
         return SurvivalPlans.from_object(value)
-    if is_by_kind(value):
+    if "cluster" in value:
+        from topoplan.plans.plan_by_kind import PlanByKind
+
         return PlanByKind.from_object(value).listed()
     return SizePlans.from_object(value) if by_size else Plan.from_object(value)

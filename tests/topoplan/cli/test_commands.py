@@ -136,7 +136,7 @@ plan dgx-1v --servers 2 --nic-bandwidth 9e9Gb/s  |  must be a bandwidth below 1e
 plan dgx-1v --servers 2 --nic-gbps 0  |  '0' is not a bandwidth in Gb/s above zero
 plan dgx-1v --nic-gbs 1  |  did you mean --nic-bandwidth?
 plan dgx-1v --servers 2 --nic-bandwidth nan  |  must be a rate above zero with its unit  |  'nan'
-plan dgx-1v --servers 100000000 --nic-bandwidth 100Gb/s  |  100,000,000 servers are 2,200,000,000 devices
+plan dgx-1v --servers 100000000 --nic-bandwidth 100Gb/s  |  a cluster must have 1 to 1,000,000 servers, got 100,000,000
 plan dgx-1v --servers 2 --nic-bandwidth 1e-30Gb/s  |  nic_gbps 1e-30 must be a number of Gb/s above zero
 plan dgx-1v TWO --nics 5000  |  nics 5000 must be a whole number from 1 to 1,024
 plan dgx-1v TWO --network ring  |  network 'ring' is unknown

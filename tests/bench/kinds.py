@@ -1,0 +1,85 @@
+"""Whole commands that plan and verify clusters by kinds of servers, 1,024 to 100,000 GPUs, on five networks.
+
+Seconds are CPU seconds of the process, and wall seconds; memory is its peak. The last line of a network is the exponent
+e of seconds ~ GPUs^e, fitted over its sizes. The rival is the listed plan of the smallest cluster (``--listed``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SERVERS = (128, 256, 512, 1250, 2048, 12_500)
+
+NETWORKS = {
+    "one switch, direct": "--nic-access direct",
+    "one switch, PCIe": "--nic-access pcie",
+    "rails": "--nic-access pcie --network rail-optimised",
+    "fat tree 32, 2:1": "--nic-access direct --network fat-tree --leaf-size 32 --oversubscription 2",
+    "fat tree 16, 8:1": "--nic-access direct --network fat-tree --leaf-size 16 --oversubscription 8",
+}
+
+COLLECTIVES = ("all_reduce", "all_gather", "broadcast")
+
+
+def main() -> None:
+    print("topoplan plan dgx-h100 --servers N --nic-bandwidth 400Gb/s, and topoplan verify, whole commands")
+    heads = ("GPUs", "cpu s", "wall s", "MB", "file KB", "verify s", "busbw", "gap")
+    print(f"{'network':20} {'collective':14}", *(f"{head:>8}" for head in heads))
+    with tempfile.TemporaryDirectory() as folder:
+        for network, options in NETWORKS.items():
+            for collective in COLLECTIVES:
+                rows = [_row(folder, servers, collective, options) for servers in SERVERS]
+                for servers, (cpu, wall, memory, size, check, busbw, gap) in zip(SERVERS, rows, strict=True):
+                    print(
+                        f"{network:20} {collective:14} {8 * servers:8,} {cpu:8.2f} {wall:8.2f} {memory:8.0f} "
+                        f"{size / 1e3:8.0f} {check:8.2f} {busbw:8.2f} {gap:8.2%}",
+                        flush=True,
+                    )
+                print(f"{network:20} {collective:14} exponent {_exponent([row[0] for row in rows]):.2f}")
+        options = NETWORKS["one switch, direct"]
+        cpu, wall, *_ = _row(folder, SERVERS[0], "all_reduce", f"{options} --listed", verify=False)
+        print(
+            f"rival: the listed plan of {8 * SERVERS[0]:,} GPUs on one switch, direct: {cpu:.2f} CPU s, {wall:.2f} s"
+        )
+
+
+def _row(
+    folder: str, servers: int, collective: str, options: str, *, verify: bool = True
+) -> tuple[float, float, float, int, float, float, float]:
+    """Return CPU and wall seconds, peak MB, bytes of the file, CPU seconds of verify, busbw in GB/s, and gap."""
+    path = Path(folder, "plan.json")
+    asked = f"plan dgx-h100 --servers {servers} --nic-bandwidth 400Gb/s --collective {collective} {options} --json"
+    cpu, wall, memory, text = _command([*asked.split(), "-o", str(path)])
+    made = json.loads(text)
+    check = _command(["verify", str(path)])[0] if verify else math.nan
+    return cpu, wall, memory, path.stat().st_size, check, made["busbw"], made["gap"]
+
+
+def _command(arguments: list[str]) -> tuple[float, float, float, str]:
+    """Run topoplan; return CPU and wall seconds, peak MB, and its output."""
+    started = time.perf_counter()
+    with tempfile.TemporaryFile() as out:
+        child = subprocess.Popen([sys.executable, "-m", "topoplan", *arguments], stdout=out)
+        _, status, usage = os.wait4(child.pid, 0)
+        wall = time.perf_counter() - started
+        if status:
+            raise RuntimeError(f"topoplan {' '.join(arguments)} failed")
+        out.seek(0)
+        text = out.read().decode()
+    return usage.ru_utime + usage.ru_stime, wall, usage.ru_maxrss / 1e3, text
+
+
+def _exponent(seconds: list[float]) -> float:
+    """Return the slope of log seconds over log GPUs, by least squares."""
+    x = [math.log(servers) for servers in SERVERS]
+    y = [math.log(each) for each in seconds]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    above = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return above / sum((a - mean_x) ** 2 for a in x)

@@ -1,0 +1,105 @@
+"""Random clusters by kind of up to a few hundred GPUs, and random changes of their plan files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from typing import Any
+
+import topoplan
+from topoplan import ClusterByKind, InfeasibleError, PlanByKind, Server, TopoplanError
+
+MACHINES = ("v100x4", "dgx-1v", "nvlink-x4", "dgx-h100", "pcie-x8", "dgx-2", "mi250x")
+
+COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce")
+
+
+def random_cluster(seed: int, *, most: int) -> ClusterByKind | None:
+    """Return a cluster of 2 servers or more, at most so many GPUs; None for one that cannot be built."""
+    rng = random.Random(seed)
+    servers = []
+    for _ in range(rng.randint(1, 3)):
+        gpus = list(range(rng.choice([1, 2, 4]))) if rng.random() < 0.5 else None
+        rate, count = rng.choice([None, 50, 200]), rng.randint(1, 6)
+        servers.append(Server(rng.choice(MACHINES), gpus, nic_gbps=rate, count=count))
+    network = rng.choice(["switch", "rail-optimised", "fat-tree", "fat-tree"])
+    more: dict[str, Any] = {}
+    if network == "fat-tree":
+        more = {"leaf_size": rng.randint(1, 5), "oversubscription": rng.choice([None, 2, 3.5])}
+    if network == "rail-optimised":
+        more = {"oversubscription": rng.choice([None, 2, 3.5])}
+    nics, access = rng.choice([None, 1, 2, 4]), rng.choice(["direct", "pcie"])
+    try:
+        found = topoplan.cluster_by_kind(
+            servers, nic_gbps=100, nics=nics, nic_access=access, network=network, **more
+        )
+    except TopoplanError:
+        return None
+    return found if found.servers > 1 and found.size <= most else None
+
+
+def random_plan(seed: int, *, most: int) -> PlanByKind | None:
+    """Return a plan of a random collective on such a cluster; None if it cannot be planned by kind."""
+    cluster = random_cluster(seed, most=most)
+    if cluster is None:
+        return None
+    rng = random.Random(-seed)
+    collective = rng.choice(COLLECTIVES)
+    root = rng.randrange(cluster.size) if collective in ("broadcast", "reduce") else None
+    try:
+        return topoplan.plan_by_kind(cluster, collective, root=root)
+    except InfeasibleError:
+        return None
+
+
+def changed_file(rng: random.Random, value: dict[str, Any]) -> dict[str, Any]:
+    """Return the object of a plan file with one or two random changes of templates, cluster or certificate."""
+    value = copy.deepcopy(value)
+    for _ in range(rng.choice([1, 1, 2])):
+        template = rng.choice(value["templates"])
+        stage = rng.choice(template["stages"])
+        edges = stage["edges"]
+        names = sorted(
+            {
+                end
+                for each in template["stages"]
+                for edge in each["edges"]
+                for end in edge[0][:: len(edge[0]) - 1]
+            }
+        )
+        servers = sorted({name.split(".")[0] for name in names})
+        if not edges or not names:
+            continue
+        edge = rng.choice(edges)
+        kind = rng.randrange(12)
+        if kind == 0:
+            edges.remove(edge)
+        elif kind == 1:
+            edge[0] = rng.choice(edges)[0]
+        elif kind == 2:
+            template["shifts"] = rng.choice([1, 2, 3, 4, 6, 12])
+        elif kind == 3:
+            template[rng.choice(["root", "centre"])] = rng.choice(servers)
+        elif kind == 4:
+            template["entries"] = rng.sample(servers, rng.randint(0, min(2, len(servers))))
+        elif kind == 5:
+            other = rng.choice(value["templates"])
+            template["share"], other["share"] = other["share"], template["share"]
+        elif kind == 6:
+            run = rng.choice(value["cluster"]["servers"])
+            run[1] = max(1, run[1] + rng.choice([-1, 1]))
+        elif kind == 7 and "leaf_size" in value["cluster"]["network"]:
+            value["cluster"]["network"]["leaf_size"] = rng.randint(1, 6)
+        elif kind == 8:
+            rng.choice(value["certificate"]["lengths"])[2] = str(rng.randint(0, 9))
+        elif kind == 9 and len(edge[0]) > 2:
+            edge[0][rng.randrange(1, len(edge[0]) - 1)] = rng.choice(rng.choice(edges)[0])
+        elif kind == 10:
+            edge[0][0] = rng.choice(names)
+        else:
+            first, second = rng.choice(servers), rng.choice(servers)
+            text = json.dumps(template).replace(f'"{first}.', '"@.')
+            text = text.replace(f'"{second}.', f'"{first}.').replace('"@.', f'"{second}.')
+            template.update(json.loads(text))
+    return value

@@ -1,0 +1,72 @@
+"""Clusters by kind: the same cluster as its list, with equivalent servers and classes of links counted."""
+
+from __future__ import annotations
+
+import pytest
+
+import topoplan
+from tests.support.kind_clusters import random_cluster
+from topoplan import Server, UsageError, cluster_by_kind
+from topoplan.machine.cluster_by_kind import MOST_SERVERS
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_places_ranks_and_links_are_those_of_the_list(seed: int) -> None:
+    cluster = random_cluster(seed, most=200)
+    if cluster is None:
+        return
+    listed = cluster.listed()
+    assert len(listed.gpus) == cluster.size
+    assert [cluster.server(cluster.place(server)) for server in range(cluster.servers)] == [
+        *range(cluster.servers)
+    ]
+    assert sum(cell.servers for cell in cluster.cells) == cluster.servers
+    for rank, name in enumerate(listed.gpus):
+        server, gpu = cluster.server_of(rank)
+        assert name.startswith(f"s{server}.")
+        assert cluster.first_rank(server) + gpu == rank
+    sample = cluster.sample(3)
+    known = {(link.src, link.dst, link.channel): link for link in listed.links}
+    assert all(known[link.src, link.dst, link.channel] == link for link in sample.topology.links)
+    assert sum(sample.link_classes(sample.topology.links)[1]) == len(listed.links)
+
+
+def test_the_list_is_that_of_cluster() -> None:
+    servers = [
+        Server("dgx-1v", count=3),
+        Server("v100x4", [0, 1], nics=1, count=4),
+        Server("dgx-1v", count=2),
+    ]
+    for network in (
+        {"network": "switch", "transport": "rdma"},
+        {"network": "rail-optimised", "oversubscription": 2, "flow_gbps": 5},
+        {"network": "fat-tree", "leaf_size": 4, "oversubscription": 3, "transport": "tcp", "memory_gbps": 20},
+    ):
+        by_kind = cluster_by_kind(servers, nic_gbps=100, **network)
+        assert by_kind.listed() == topoplan.cluster(servers, nic_gbps=100, **network)
+        assert by_kind.apart(4).listed() == by_kind.listed()
+
+
+def test_leaves_of_equal_counts_are_one_class() -> None:
+    servers = [Server("v100x4", count=20), Server("dgx-1v", count=21)]
+    found = cluster_by_kind(servers, nic_gbps=100, network="fat-tree", leaf_size=8)
+    assert [(cell.kind, cell.leaf_class, cell.leaves, cell.count) for cell in found.cells] == [
+        (0, 0, 2, 8),
+        (0, 1, 1, 4),
+        (1, 1, 1, 4),
+        (1, 2, 2, 8),
+        (1, 3, 1, 1),
+    ]
+
+
+def test_bad_input_is_refused_in_one_line() -> None:
+    with pytest.raises(UsageError, match="1 to 1,000,000 servers, got 1,000,000,000"):
+        cluster_by_kind([Server("dgx-h100", count=10**9)], nic_gbps=400)
+    with pytest.raises(UsageError, match="have no names"):
+        cluster_by_kind([Server("dgx-h100", name="node1")], nic_gbps=400)
+    rails = cluster_by_kind([Server("v100x4", count=2)], nic_gbps=400, network="rail-optimised", rails=9)
+    with pytest.raises(UsageError, match="9 rails, but no server has more than"):
+        rails.sample(2)
+    many = cluster_by_kind([Server("dgx-h100", count=MOST_SERVERS)], nic_gbps=400)
+    with pytest.raises(UsageError, match=r"take about .* of memory"):
+        many.listed()

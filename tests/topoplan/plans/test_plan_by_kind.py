@@ -1,0 +1,158 @@
+"""Plans of clusters by kind: known answers, agreement with the listed form, files, and wrong files that are refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+import topoplan
+from tests.support.kind_clusters import changed_file, random_plan
+from topoplan import PlanByKind, PlanError, Server, UsageError, cluster_by_kind, plan_by_kind
+from topoplan.plans.shards import ImageShards, Shard
+from topoplan.plans.verify_by_kind import verify_by_kind
+
+
+def agree(seed: int, *, most: int) -> None:
+    plan = random_plan(seed, most=most)
+    if plan is None:
+        return
+    report, listed = verify_by_kind(plan), topoplan.verify(plan.listed())
+    assert (report.exact_rate, report.exact_bound) == (plan.exact_rate(), plan.exact_bound())
+    assert (report.exact_rate, report.trees, report.height) == (
+        listed.exact_rate,
+        listed.trees,
+        listed.height,
+    )
+    assert listed.exact_bound is not None
+    assert report.exact_bound is not None
+    assert listed.exact_bound <= report.exact_bound
+    read = PlanByKind.from_object(json.loads(plan.to_json()))
+    assert read.to_json() == plan.to_json()
+    assert verify_by_kind(read) == report
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_listed_form_agrees(seed: int) -> None:
+    agree(seed, most=36)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(20, 290))
+def test_the_listed_form_of_up_to_256_gpus_agrees(seed: int) -> None:
+    agree(seed, most=256 if seed < 40 else 128)
+
+
+def refuse_wrong_files(seeds: range, changes: int) -> None:
+    """Change files at random; whatever is accepted must be right by its list."""
+    rng = random.Random(7)
+    plans = [plan for seed in seeds if (plan := random_plan(seed, most=40)) is not None]
+    refused = 0
+    for _ in range(changes):
+        value = changed_file(rng, json.loads(json.dumps(rng.choice(plans).to_object())))
+        try:
+            read = PlanByKind.from_object(value)
+            # Claims that fit, so that the trees alone decide.
+            read = replace(read, rate=float(read.exact_rate()), bound=float(read.exact_bound()))
+            report = verify_by_kind(read)
+        except PlanError:
+            refused += 1
+            continue
+        listed = topoplan.verify(read.listed())
+        assert listed.exact_rate == report.exact_rate
+        assert listed.exact_bound is not None
+        assert report.exact_bound is not None
+        assert listed.exact_bound <= report.exact_bound
+    assert refused > changes // 2
+
+
+def test_wrong_files_are_refused() -> None:
+    refuse_wrong_files(range(12), 60)
+
+
+@pytest.mark.thorough
+def test_many_wrong_files_are_refused() -> None:
+    refuse_wrong_files(range(120), 1000)
+
+
+@pytest.mark.parametrize(("servers", "collective", "rate"), [
+    (128, "all_reduce", Fraction(400 * 128, 2 * 127)),
+    (512, "all_reduce", Fraction(400 * 512, 2 * 511)),
+    (12_500, "all_reduce", Fraction(400 * 12_500, 2 * 12_499)),
+    (512, "all_gather", Fraction(400 * 512, 511)),
+    (12_500, "reduce_scatter", Fraction(400 * 12_500, 12_499)),
+    (12_500, "broadcast", Fraction(400)),
+])  # fmt: skip
+def test_known_optima_of_one_switch(servers: int, collective: str, rate: Fraction) -> None:
+    many = cluster_by_kind([Server("dgx-h100", count=servers)], nic_gbps=400, nic_access="direct")
+    plan = plan_by_kind(many, collective)
+    assert (plan.exact_rate(), plan.exact_bound()) == (rate, rate)
+    assert len(plan.to_json()) < 200_000
+
+
+def test_oversubscribed_leaves_are_entered_once() -> None:
+    # 40 leaves of 16 servers with 16 x 8 x 50 GB/s below and an eighth of it above: data of 39 leaves enters each leaf.
+    many = cluster_by_kind(
+        [Server("dgx-h100", count=640)],
+        nic_gbps=400,
+        nic_access="direct",
+        network="fat-tree",
+        leaf_size=16,
+        oversubscription=8,
+    )
+    plan = plan_by_kind(many, "all_gather")
+    assert plan.gap == 0
+    assert plan.exact_rate() == min(Fraction(800 * 40, 39), Fraction(400 * 640, 639))
+    assert all(template.entries for template in plan.templates)
+
+
+def test_the_listed_planner_is_not_faster() -> None:
+    many = cluster_by_kind(
+        [Server("v100x4", count=3), Server("nvlink-x4", [0, 1], count=2)],
+        nic_gbps=100,
+        network="fat-tree",
+        leaf_size=3,
+    )
+    for collective in ("all_reduce", "all_gather", "broadcast"):
+        by_kind = plan_by_kind(many, collective)
+        assert by_kind.rate >= topoplan.plan(many.listed(), collective).rate * (1 - 1e-12)
+
+
+def test_the_list_of_one_kind_has_templates_and_rotations() -> None:
+    for network in ({}, {"network": "fat-tree", "leaf_size": 3, "oversubscription": 4}):
+        servers = [Server("v100x4", count=6)]
+        plan = plan_by_kind(cluster_by_kind(servers, nic_gbps=100, **network), "all_gather")
+        images = [
+            shard for template in plan.templates for shard in map(plan.images(template).shard, range(6))
+        ]
+        made = plan.listed()
+        assert isinstance(made.shards, ImageShards)
+        assert {shard_key(shard) for shard in images} == {shard_key(shard) for shard in made.shards}
+        assert topoplan.verify(made).exact_rate == plan.exact_rate()
+
+
+def shard_key(shard: Shard) -> tuple[object, ...]:
+    return shard.share, *((stage.root, frozenset(stage.edges)) for stage in shard.stages)
+
+
+def test_a_list_that_does_not_fit_is_refused() -> None:
+    plan = plan_by_kind(
+        cluster_by_kind([Server("dgx-h100", count=12500)], nic_gbps=400, nic_access="direct"), "all_reduce"
+    )
+    with pytest.raises(UsageError, match="choose fewer servers, or use the plan by kind"):
+        plan.listed()
+
+
+def test_faults_of_a_file_are_named() -> None:
+    plan = plan_by_kind(cluster_by_kind([Server("v100x4", count=5)], nic_gbps=100), "all_reduce")
+    value = json.loads(plan.to_json())
+    value["templates"][0]["shifts"] = 0
+    with pytest.raises(PlanError, match="template 0: shifts must be 1 or more, got 0"):
+        PlanByKind.from_object(value)
+    with pytest.raises(PlanError, match="claims a rate of 1000000 GB/s"):
+        topoplan.verify(replace(plan, rate=1e6))
+    with pytest.raises(PlanError, match="shares add up to"):
+        topoplan.verify(replace(plan, templates=plan.templates[1:]))
