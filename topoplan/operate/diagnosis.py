@@ -356,6 +356,8 @@ class Diagnosis:
         another part that lost links; empty otherwise.
     lacking: pairs that lost links if the GPUs have the numbers of their names.
     unknown: servers that resemble no machine of the library; the machine's name if it names no servers.
+    assumed: GB/s of an NVLink if the description does not state it, else 0.
+    alike: if it is assumed, the machines with as many NVLinks of another rate, and that rate in GB/s.
     """
 
     topology: Topology
@@ -365,6 +367,8 @@ class Diagnosis:
     places: tuple[int, ...] = ()
     lacking: tuple[tuple[str, str], ...] = ()
     unknown: tuple[str, ...] = ()
+    assumed: float = 0.0
+    alike: tuple[tuple[str, float], ...] = ()
 
     @property
     def healthy(self) -> bool | None:
@@ -413,6 +417,8 @@ def diagnose(topology: TopologyLike) -> Diagnosis:
         first.places if moved else (),
         first.lacking if moved else (),
         tuple(unknown),
+        first.assumed,
+        first.alike,
     )
 
 
@@ -467,6 +473,7 @@ def _server(topology: Topology, server: str) -> Topology:
             for link in topology.links
             if link.src in names and link.dst in names and link.channel != "network"
         ),
+        notes=tuple(note for note in topology.notes if kind_of(note) == "assumed"),
     )
 
 
