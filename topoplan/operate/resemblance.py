@@ -25,6 +25,7 @@ from topoplan.machine.hardware import (
     GpuGeneration,
     compute_capability,
     generation_of,
+    is_amd,
     known_capability,
     nvlink_bandwidth,
 )
@@ -207,8 +208,8 @@ def resemblance(server: Topology) -> Resemblance:
         shape = shape_of(server, wire=wire) if wire else stated
         if pair:
             first, second = shape.gpus
-            wires = _links([(first, second, shape.wires[0])], shape.rate)
-            laid: Resemblance | None = Resemblance(machine, True, wires)
+            wires = _links([(first, second, max(other.wires))], shape.rate)
+            laid: Resemblance | None = Resemblance(machine, shape.wires == other.wires[:2], wires)
         elif shape.sort == "none":
             equal = len(server.gpus) == len(machine.gpus) and same_parts(server, machine)
             laid = Resemblance(machine, exact=True) if equal else None
@@ -362,9 +363,9 @@ def _other_maker(server: Topology, machine: Topology) -> bool:
     model = machine.device(machine.gpus[0]).model
     if model.startswith("MI"):
         known = any(gpu.fact("sm") or compute_capability(gpu.model) for gpu in gpus)
-        return _rate_assumed(server) or (known and not any(gpu.fact("gcn") for gpu in gpus))
+        return _rate_assumed(server) or (known and not is_amd(gpus))
     grace = any(gpu.fact("memory_node") for gpu in gpus)
-    return (grace and not model.startswith("G")) or any(gpu.fact("gcn") for gpu in gpus)
+    return (grace and not model.startswith("G")) or is_amd(gpus)
 
 
 def _rank(server: Topology, laid: Resemblance) -> int:
@@ -398,6 +399,14 @@ def _rates_equal(shape: NvlinkShape, other: NvlinkShape) -> bool:
     return shape.rate <= ALIKE * other.rate and other.rate <= ALIKE * shape.rate
 
 
+def wire_of_model(server: Topology) -> float:
+    """Return the GB/s of one NVLink of the library's machines of the GPUs' model; 0 if there is none, or several."""
+    if not all(server.device(gpu).model for gpu in server.gpus):
+        return 0.0
+    rates = {other.rate for machine, other in map(_known, library()) if _same_model(server, machine)}
+    return rates.pop() if len(rates) == 1 else 0.0
+
+
 def _rate_assumed(server: Topology) -> bool:
     """Return whether the rate of an NVLink was assumed, since a matrix states neither it nor the GPUs' models."""
     notes = (note for note in server.notes if isinstance(note, Note))
@@ -420,17 +429,23 @@ def _same_wires(server: Topology, shape: NvlinkShape, other: NvlinkShape) -> boo
     return sm.isdecimal() and math.isclose(shape.rate, nvlink_bandwidth(int(sm)))
 
 
+FULL = 2 / 3
+"""Part of its NVLinks that a GPU has at most to one other if its board joins more GPUs without a switch."""
+
 _BRIDGED = re.compile(r"PCIe|NVL\b|GH200", re.IGNORECASE)
 """Names of GPUs that a bridge, or their board, joins in pairs."""
 
 
 def _full_pair(server: Topology, shape: NvlinkShape, other: NvlinkShape) -> bool:
-    """Return whether two GPUs have all their NVLinks to each other, as two of a switch in a matrix of them alone."""
-    if shape.sort != "direct" or len(shape.gpus) != 2 or set(shape.wires) != {max(other.wires)}:
+    """Return whether two GPUs have all, or nearly all, their NVLinks to each other, as two of a switch in a matrix of
+    them alone: links that others share are at most two thirds."""
+    if shape.sort != "direct" or len(shape.gpus) != 2:
+        return False
+    if not FULL * max(other.wires) < min(shape.wires) <= max(shape.wires) <= max(other.wires):
         return False
     models = [server.device(gpu).model for gpu in server.gpus]
     if not any(models):
-        return _rate_assumed(server) and shape.wires[0] == MOST_LINKS
+        return _rate_assumed(server) and max(other.wires) == MOST_LINKS
     return generation_in(server) is not None and not any(map(_BRIDGED.search, models))
 
 
@@ -441,7 +456,10 @@ def _switched(
         return None
     bare = sum(not count for count in shape.wires)
     full = sum(count == max(other.wires) for count in shape.wires)
-    if bare > MOST_BARE * len(shape.gpus) or 2 * full < len(shape.gpus):
+    # of two GPUs of one model, one on the switch shows that the other lost its links
+    models = {server.device(gpu).model for gpu in server.gpus}
+    one_of_two = bare == full == 1 and len(models) == 1 and _same_model(server, machine)
+    if (bare > MOST_BARE * len(shape.gpus) and not one_of_two) or 2 * full < len(shape.gpus):
         return None
     switches = [device.name for device in server.devices if device.kind == "nvswitch"]
     if len(switches) != 1:

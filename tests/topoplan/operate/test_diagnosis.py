@@ -375,6 +375,52 @@ def test_a_matrix_is_compared_with_the_machine_of_its_gpus(model: str, gpus: int
         assert found.alike == tuple((name, 50.0) for name in blackwells[0 if gpus <= 8 else 2 :])
 
 
+@pytest.mark.parametrize("name", ["dgx-1p", "dgx-1v", "mi250", "mi250x", "mi300x", "nvlink-x4", "v100x4"])
+def test_the_only_pair_is_held_against_the_wire_of_its_model(name: str) -> None:
+    """At half its rate it is slow whichever the machine; at NCCL's figure it is not."""
+    machine = topoplan.load(name).subset([0, 1])
+    (link, back) = (one for one in machine.links if one.channel == "nvlink")
+    assert link.dst == back.src
+    for part, faults in ((0.5, [("link slow", ("gpu0", "gpu1"))]), (0.72, [])):
+        found = diagnose(topoplan.slow_links(machine, {"gpu0-gpu1": part * link.bandwidth}))
+        assert [(one.kind, one.devices) for one in found.faults] == faults, part
+
+
+@pytest.mark.parametrize("name", ["dgx-2", "dgx-a100", "dgx-h100", "dgx-b300"])
+def test_of_two_gpus_the_one_off_the_switch_lost_its_links(name: str) -> None:
+    machine = without_links(topoplan.load(name).subset([0, 1]), ["gpu1-nvswitch0"])
+    assert [(one.kind, one.devices) for one in diagnose(machine).faults] == [("no NVLink", ("gpu1",))]
+    other = tuple(
+        replace(device, model="A40") if device.name == "gpu1" else device for device in machine.devices
+    )
+    assert diagnose(replace(machine, devices=other)).faults == ()
+
+
+@pytest.mark.parametrize(
+    ("model", "wires", "lost"),
+    [
+        ("", 17, True),
+        ("", 13, True),
+        ("", 12, False),
+        ("NVIDIA H100 80GB HBM3", 17, True),
+        ("NVIDIA H100 80GB HBM3", 6, False),
+        ("NVIDIA A100-SXM4-80GB", 11, True),
+        ("NVIDIA A100-SXM4-80GB", 4, False),
+        ("NVIDIA A100 80GB PCIe", 11, False),
+        ("Tesla V100-SXM3-32GB", 5, True),
+        ("Tesla V100-SXM2-32GB", 2, False),
+    ],
+)
+def test_two_gpus_of_a_matrix_with_nearly_all_their_links_lost_the_rest(
+    model: str, wires: int, lost: bool
+) -> None:
+    """No board gives a GPU more than two thirds of its links to one other, and not all."""
+    text = (f"GPU 0,1: {model}\n" if model else "") + matrix_of(2, lambda i, j: wires)
+    found = diagnose(topoplan.load(text))
+    assert [one.kind for one in found.faults] == (["link missing"] if lost else [])
+    assert found.healthy is (False if lost else None)
+
+
 def test_gpus_of_one_generation_are_not_compared_with_machines_of_another() -> None:
     """Eight H100s with 12 links each are no eight A100s: they have lost a third."""
     for names, like in (("NVIDIA H100 80GB HBM3", ""), ("NVIDIA A100-SXM4-80GB", "dgx-a100")):
