@@ -227,10 +227,10 @@ def _assumed_rate(found: Diagnosis) -> str:
     by_rate: dict[float, list[str]] = {}
     for name, rate in found.alike:
         by_rate.setdefault(rate, []).append(name)
-    others = ", ".join(f"those of {', '.join(names)} have {rate:g} GB/s" for rate, names in by_rate.items())
+    others = ", ".join(f"{', '.join(names)} have as many of {rate:g} GB/s" for rate, names in by_rate.items())
     return (
-        f"assumed {found.assumed:g} GB/s; {others} and are as many; pass --nvlink-bandwidth, or give the output of "
-        "nvidia-smi -L with the matrix"
+        f"assumed {found.assumed:g} GB/s; {others}; pass --nvlink-bandwidth, or give the output of nvidia-smi -L with "
+        "the matrix"
     )
 
 
