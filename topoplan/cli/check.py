@@ -109,6 +109,8 @@ def _object(
         "equals_allocation": sorted(found.places) or None,
         "lacking_by_number": [list(pair) for pair in found.lacking],
         "not_compared": list(found.unknown),
+        "assumed_nvlink_rate": found.assumed or None,
+        "equal_but_for_rate": [{"machine": name, "nvlink_rate": rate} for name, rate in found.alike],
         "faults": [
             {
                 "kind": fault.kind,
@@ -141,7 +143,7 @@ def _lines(
     """Yield the verdict, rates with and without the faults, the faults, and the next step."""
     gpus = len(found.topology.gpus)
     yield f"{printable(found.topology.name)}, {counted(gpus, 'GPU')}: {_verdict(found, wrong)}"
-    yield from labelled(("compared", _resembles(found)))
+    yield from labelled(("compared", _resembles(found)), ("NVLink rate", _assumed_rate(found)))
     for collective, each in costs.items():
         if each:
             now, healthy = (rate_words(rate, collective, gpus) for rate in (each[0].now, each[0].healthy))
@@ -216,6 +218,20 @@ def _resembles(found: Diagnosis) -> str:
     if found.places:
         return f"{words}; other GPUs of it that lost NVLinks may look the same"
     return words
+
+
+def _assumed_rate(found: Diagnosis) -> str:
+    """Return which rate was assumed, if machines of other rates have as many NVLinks; else nothing."""
+    if not found.alike:
+        return ""
+    by_rate: dict[float, list[str]] = {}
+    for name, rate in found.alike:
+        by_rate.setdefault(rate, []).append(name)
+    others = ", ".join(f"{', '.join(names)} have as many of {rate:g} GB/s" for rate, names in by_rate.items())
+    return (
+        f"assumed {found.assumed:g} GB/s; {others}; pass --nvlink-bandwidth, or give the output of nvidia-smi -L with "
+        "the matrix"
+    )
 
 
 _TEXTS = {"devices": ("where", 30), "is": ("state", 32), "should be": ("should_be", 30)}

@@ -222,8 +222,10 @@ ROWS: tuple[Column[JudgedRow], ...] = (
     Column("% of bound", value="of_best", form=_percent),
     Column("bound by", value="bound_by"),
     Column("NCCL model", value="expected", form="{0.algorithm}/{0.protocol}".format),
-    Column("(us)", value=lambda one: one.expected and one.expected.seconds(one.row.size) * 1e6, form=".6g"),
-    Column("% of model", value="of_model", form=_percent),
+    Column(
+        "expected us", value=lambda one: one.expected_time and one.expected_time.seconds * 1e6, form=".6g"
+    ),
+    Column("% of expected", value="of_expected", form=_percent),
 )
 
 IN_NETWORK_NOTE = (
@@ -436,23 +438,19 @@ def _expectation(options: argparse.Namespace) -> Answer:
         found = attainable(whole, collective, gpus=machine.allocation(options.gpus))
     if len(found.gpus) == 1:
         raise UsageError("--expect needs two GPUs or more, got 1: a single GPU sends nothing")
-    times = [
-        NcclTime(size, one.seconds(size), f"{one.algorithm} {one.protocol}", found.factor, measured=False)
-        for size in EXPECTED_SIZES
-        if (one := found.expected(size)) is not None
-    ]
+    times = [one for size in EXPECTED_SIZES if (one := found.expected_time(size)) is not None]
     names = rank_names([whole.gpus[gpu] for gpu in found.gpus])
     where = f"{collective_name(collective)} on {whole.name}, {counted(len(found.gpus), 'GPU')} ({names})"
 
     def text() -> Iterator[str]:
         if not times:
-            yield f"{where}: NCCL's model does not cover this; the limits of the links hold"
+            yield f"{where}: neither measurements nor NCCL's model cover this; the limits of the links hold"
         else:
             top = times[-1]
             of_links = OF_LINKS * found.factor * (found.nccl_best or found.best)
             yield (
-                f"{where}: NCCL's model expects busbw {top.busbw:.4g} GB/s at {format_size(top.nbytes)} (slow below "
-                f"{min(OF_MODEL * top.busbw, of_links):.4g})"
+                f"{where}: busbw {top.busbw:.4g} GB/s at {format_size(top.nbytes)} is expected by "
+                f"{found.expected_by(top)} (slow below {min(OF_MODEL * top.busbw, of_links):.4g})"
             )
         yield from _reference_lines(found, RunVerdict("not judged", ""))
         if times:
@@ -470,6 +468,7 @@ def _expectation(options: argparse.Namespace) -> Answer:
             "collective": collective,
             "gpus": list(found.gpus),
             "expected": records_of(EXPECTED, times),
+            "expected_by": [found.expected_by(one) for one in times],
             "references": [_reference(found)],
             "notes": list(machine.whole.notes),
         },
@@ -663,8 +662,8 @@ def _small_line(rows: Sequence[JudgedRow]) -> str:
         return " to ".join(dict.fromkeys(ends))
 
     times = span([row.row.timing.seconds * 1e6 for row in rows])
-    models = [row.expected.seconds(row.row.size) * 1e6 for row in rows if row.expected]
-    model = f" (NCCL's model {span(models)})" if models else ""
+    expected = [row.expected_time.seconds * 1e6 for row in rows if row.expected_time]
+    model = f" (expected {span(expected)})" if expected else ""
     latency = ", latency binds" if all(row.bound_by not in (None, BANDWIDTH) for row in rows) else ""
     sizes = " to ".join(dict.fromkeys(format_size(row.row.size) for row in (rows[0], rows[-1])))
     them = f"{counted(len(rows), 'row')}, " if len(rows) > 1 else ""
@@ -733,17 +732,18 @@ def _reference_lines(found: Attainable, verdict: RunVerdict) -> list[str]:
     normal = measured = expected = part = ""
     row = verdict.row
     if row is not None and row.reachable is found:
-        size, at = row.row.size, f"at {format_size(row.row.size)}"
+        at = f"at {format_size(row.row.size)}"
         normal = "no published figures of this machine"
         if verdict.normal:
             normal = f"busbw {verdict.normal.text}: {verdict.normal.sources}"
         measured = f"{both(row.rate)} {at}"
         if row.of_best is not None:
             measured += f", {percent(row.of_best)} of the upper bound"
-        if model := row.expected:
-            rate = bus(size / model.seconds(size) / 1e9)
-            expected = f"{rate} {at} (NCCL's model: {model.algorithm}/{model.protocol}); "
-            expected += f"measured is {percent(row.of_model or 0.0)}"
+        if time := row.expected_time:
+            who, runs = found.expected_by(time), time.runs.replace(" ", "/")
+            chosen = f"{who}; NCCL's model: {runs}" if time.measured else f"{who}: {runs}"
+            expected = f"{bus(time.algbw)} {at} ({chosen}); "
+            expected += f"measured is {percent(row.of_expected or 0.0)}"
         if row.of_nccl is not None:
             part = f"; measured is {percent(row.of_nccl)}"
     others = "".join(f"; {name} {rate * found.factor:.4g}" for name, rate in found.nccl[1:])

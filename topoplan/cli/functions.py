@@ -194,11 +194,13 @@ def explain(
     log: str | PathLike[str],
     machine: TopologyLike | None = None,
     *,
+    newer: str | PathLike[str] | None = None,
     gpus: Sequence[int] | None = None,
     collective: str | None = None,
     in_network: str | None = None,
 ) -> Result:
-    """Compare a log of nccl-tests, ``topoplan bench`` or ``NCCL_DEBUG=INFO`` with what the machine can reach.
+    """Compare a log of nccl-tests, ``topoplan bench`` or ``NCCL_DEBUG=INFO`` with what the machine can reach, or with
+    a newer log.
 
     Parameters
     ----------
@@ -206,6 +208,8 @@ def explain(
         A file, or the text of the log.
     machine : Topology, or what `topoplan.load` takes
         The machine that ran.
+    newer : str or path, optional
+        In place of ``machine``, a second log: what changed since ``log``. The other parameters do not go with it.
     gpus : sequence of int, optional
         GPUs that ran, if the log does not say.
     collective : str, optional
@@ -218,11 +222,15 @@ def explain(
     Result
         A row for each row of the log: ``size`` in bytes, ``time`` in microseconds, ``algbw``, ``busbw``, and their
         parts of NCCL's best and of the upper bound. ``print(result)`` shows the verdict and what NCCL set up.
+        With ``newer`` a row for each size of both logs: ``test``, ``size`` in bytes, ``old_time`` and ``new_time`` in
+        microseconds, ``change`` of the time (0.1 is a tenth slower), ``old_busbw`` and ``new_busbw`` in GB/s, and
+        ``old_choice`` and ``new_choice``, NCCL's algorithm and protocol if logged. ``to_dict()["setup"]`` lists what
+        NCCL set up otherwise, such as channels and transports: ``what``, ``old``, ``new``.
 
     Raises
     ------
     UsageError
-        The file cannot be read, holds no such log, or is of another number of GPUs.
+        A file cannot be read, holds no such log, or is of another number of GPUs; two logs have nothing in common.
 
     See Also
     --------
@@ -239,16 +247,20 @@ def explain(
     >>> row = topoplan.explain(text, "dgx-1v", gpus=[1, 4, 5, 7], collective="all_reduce").rows[0]
     >>> row["algbw"], round(row["of_best"], 2)
     (44.74, 0.89)
+    >>> later = topoplan.explain(text, newer=text.replace("24000  44.74  67.11", "36000  29.83  44.74")).rows[0]
+    >>> later["old_busbw"], later["new_busbw"], round(later["change"], 2)
+    (67.11, 44.74, 0.5)
     """
-    text = fspath(log)
-    if text.strip() in ("", "-"):
-        raise UsageError(
-            f"log must be a file or the text of a log, got {text!r}; pass sys.stdin.read() for stdin"
-        )
+    logs = {"log": fspath(log), "newer": None if newer is None else fspath(newer)}
+    for name, text in logs.items():
+        if text is not None and text.strip() in ("", "-"):
+            raise UsageError(
+                f"{name} must be a file or the text of a log, got {text!r}; pass sys.stdin.read() for stdin"
+            )
     # a text is read with the rates of the GPUs that the log names
     described = fspath(machine) if isinstance(machine, str | PathLike) else machine and as_topology(machine)
     request = {"gpus": gpus, "collective": collective, "in_network": in_network}
-    answer = _answer("explain", ["-"], {"log": text, "topo": described}, **request)
+    answer = _answer("explain", ["-"], {**logs, "topo": described}, **request)
     return Result("explain", answer, lambda: _dicts(answer.rows))
 
 

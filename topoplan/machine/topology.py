@@ -84,6 +84,7 @@ FACTS = {
     "mig": "UUIDs of the MIG instances of a GPU in MIG mode, joined by commas",
     "model": "model number of a CPU",
     "numa_nodes": "NUMA nodes of a GPU that is near several, such as 0-1",
+    "memory_node": "NUMA node that a GPU's memory is, as on Grace CPUs",
     "peer_access": "none if no other GPU of the server may read a GPU's memory, so that copies pass the CPU's",
     "pci": "vendor, device, subsystem vendor and subsystem device of a GPU, NIC or switch, such as 10de:1db1:10de:1212",
     "pulls": "GPUs of the server whose memory a GPU reads faster than they write its own, joined by commas",

@@ -27,16 +27,17 @@ from topoplan.machine.topology import Topology, TopologyLike
 from topoplan.model.candidates import candidates, chain_limits, doubled
 from topoplan.model.closed_form import plan_seconds
 from topoplan.model.dataflow import LAUNCH
+from topoplan.model.expected_times import ExpectedTimes, expected_times, fitted_costs
 from topoplan.model.times_by_size import TimeBound, least_start_ups, start_up_diameter, time_bound, times_of
-from topoplan.model.window_engine import EngineCosts, WindowsClock, costs_of, words_of
+from topoplan.model.window_engine import EngineCosts, WindowsClock, costs_of, switched_stages, words_of
 from topoplan.plans.chain_limits import hop_start_ups
-from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans, SizeRange
+from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans, SizeRange, collective_name
 from topoplan.plans.size_plans import SizePlans
 from topoplan.schedules.registry import SCHEDULES
 from topoplan.schedules.ring import RING_KINDS, ring_plan
 from topoplan.schedules.routes import LeastLoaded
 from topoplan.solve.planner import METHODS, plan
-from topoplan.units import TOLERANCE, parse_size, parse_sizes
+from topoplan.units import TOLERANCE, counted, format_size, listed, parse_size, parse_sizes
 
 SIZES = (1 << 10, 1 << 30)
 """Default smallest and largest tested size in bytes."""
@@ -178,7 +179,7 @@ def plan_by_size(
         progress(f"timing {len(competing)} plans at {len(tested)} sizes and where they cross …")
     windows: tuple[WindowsClock, ...] = ()
     if engine == "windows":
-        costs, windows, words = _on_windows(competing, costs)
+        competing, costs, windows, words = _on_windows(competing, costs)
         notes = (*notes, *words)
         changes = fastest_from([one.seconds for one in windows], tested)
     else:
@@ -250,22 +251,50 @@ def with_times(plans: SizePlans, sizes: Sequence[int]) -> tuple[SizePlans, TimeB
 
 def _on_windows(
     plans: Sequence[Plan], given: EngineCosts | None
-) -> tuple[EngineCosts, tuple[WindowsClock, ...], list[str]]:
-    """Return figures, clocks and notes of the windows engine; UsageError if the GPUs do not suit it."""
+) -> tuple[tuple[Plan, ...], EngineCosts, tuple[WindowsClock, ...], list[str]]:
+    """Return the plans whose times are known, and figures, clocks and notes of the windows engine.
+
+    UsageError if the GPUs do not suit it.
+    """
     topology, channels = plans[0].topology, plans[0].channels
     if is_amd(device for device in topology.devices if device.kind == "gpu"):
         raise UsageError("the windows engine needs NVIDIA's GPUs, got AMD's; choose the engine messages")
+    costs, words = costs_of(topology) if given is None else (given, words_of(given))
+    in_network = False
     if len(plans[0].ranks) > 1:
         fabric = Fabric(topology, channels)
-        if fabric.in_network:
-            raise UsageError(
-                "the windows engine's time model does not cover switches that copy or add; choose --in-network none, "
-                "or the engine messages"
-            )
+        in_network = fabric.in_network
         _check_domain(fabric)
-    costs, words = costs_of(topology) if given is None else (given, words_of(given))
-    clocks = tuple(WindowsClock(plan, costs) for plan in plans)
-    return costs, clocks, [words]
+    if not in_network:
+        return tuple(plans), costs, tuple(WindowsClock(plan, costs) for plan in plans), [words]
+    measured = _multimem(topology, plans[0].collective)
+    fitted = measured.costs
+    words_of_switch = (
+        f"switches that add and copy: times of multimem kernels, from {format_size(fitted.least)} to "
+        f"{format_size(fitted.most)} measured by {fitted.source}"
+    )
+    clocks: list[tuple[Plan, WindowsClock]] = []
+    for one in plans:
+        switched = len(switched_stages(one, (0,) * len(one.ranks)))
+        # the time of trees that switches add or copy in part is not known
+        if switched in (0, sum(len(shard.stages) for shard in one.shards)):
+            clocks.append((one, WindowsClock(one, costs, measured=measured.seconds if switched else None)))
+    kept, windows = zip(*clocks, strict=True)
+    return kept, costs, windows, [words, words_of_switch]
+
+
+def _multimem(topology: Topology, collective: str) -> ExpectedTimes:
+    """Return the measured times of kernels in which switches add and copy; UsageError if there are none."""
+    known = (one for one in expected_times(topology, collective) if one.implementation == "multimem")
+    found = next(known, None)
+    if found is None:
+        kinds = listed(one.generation for one in fitted_costs() if one.implementation == "multimem")
+        raise UsageError(
+            "the windows engine's time with switches that copy or add must be measured, and is for all_reduce of three "
+            f"GPUs or more of {kinds}, got {collective_name(collective)} of {counted(len(topology.gpus), 'GPU')}; "
+            "choose --in-network none, or the engine messages"
+        )
+    return found
 
 
 def _check_domain(fabric: Fabric) -> None:

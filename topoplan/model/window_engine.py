@@ -14,8 +14,9 @@ measured (``topoplan.engine-costs/1``, the fields of `EngineCosts`) or NCCL's (2
     Hopper      launch + hop = 4.5 us    launch + 3 hop = 7.8 us     hop = 1.65 us, launch = 2.85 us
     Blackwell   launch + hop = 11 us     launch + 3 hop = 19.5 us    hop = 4.25 us, launch = 6.75 us
 
-Absent: switches that copy or add, slots that are halved for lack of room, other kernels on the GPU, memory rates,
-loading, and links' own latencies.
+A plan that NVSwitches add and copy throughout takes, beyond packets, the time that others measured of such kernels
+(``multimem`` of `topoplan.model.expected_times`). Absent: plans that they add or copy in part, slots that are halved
+for lack of room, other kernels on the GPU, memory rates, loading, and links' own latencies.
 """
 
 from __future__ import annotations
@@ -308,7 +309,8 @@ class WindowsClock:
 
     All GPUs of the plan write to each other's memory. `flow` has the hops of one kernel if the plan needs several
     (`window_slices`), by default all hops. `packets_to` is the most bytes that go in packets; 0 for none. The engine
-    asks `packets_to` and `pieces` too, so both follow from the plan and its machine's default costs alone.
+    asks `packets_to` and `pieces` too, so both follow from the plan and its machine's default costs alone. `measured`
+    gives seconds by bytes in place of the model's along trees.
 
     >>> import topoplan
     >>> time = WindowsClock(topoplan.plan(topoplan.load("dgx-h100"), "allreduce"), HOPPER)
@@ -318,7 +320,15 @@ class WindowsClock:
     (4.5, 6.15)
     """
 
-    def __init__(self, plan: Plan, costs: EngineCosts, flow: Dataflow | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        costs: EngineCosts,
+        flow: Dataflow | None = None,
+        *,
+        measured: Callable[[int], float] | None = None,
+    ) -> None:
+        self._measured = measured
         small = flow is None and plan.collective == "allreduce" and 0 < plan.height <= SMALL_HEIGHT
         flow = flow or dataflow(plan)
         self._steps = steps = kernel_steps(flow)
@@ -373,7 +383,8 @@ class WindowsClock:
         blocks = np.arange(self._costs.fewest_blocks, most_blocks(nbytes) + 1)
         seconds, chunks = self.times(nbytes, blocks, np.full(len(blocks), SLOT_BYTES))
         few = int(np.argmax(seconds <= seconds.min() * ENOUGH))
-        return KernelSetting(float(seconds.min()), int(blocks[few]), max(int(chunks[few]), 1))
+        least = float(seconds.min()) if self._measured is None else self._measured(nbytes)
+        return KernelSetting(least, int(blocks[few]), max(int(chunks[few]), 1))
 
     def times(
         self, nbytes: int, blocks: NDArray[np.int64], limits: NDArray[np.int64]
@@ -445,6 +456,35 @@ class WindowsClock:
         total = np.zeros((int(self._steps.rank.max(initial=0)) + 1, of_steps.shape[1]))
         np.add.at(total, self._steps.rank, of_steps * self._steps.copies[:, None])
         return total
+
+
+def switched_stages(plan: Plan, domains: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the shards and stages that a switch can add or copy for: one parent with all others of its domain.
+
+    domains: of each rank, those whose memory it can write.
+
+    >>> import topoplan
+    >>> from topoplan.machine.variants import with_all_capabilities
+    >>> machine = topoplan.load("dgx-h100").subset(range(3))
+    >>> [switched_stages(topoplan.plan(one), (0,) * 3) for one in (machine, with_all_capabilities(machine))]
+    [[], [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]]
+    """
+    able = {
+        "reduce": {device.name for device in plan.topology.devices if device.reduce},
+        "broadcast": {device.name for device in plan.topology.devices if device.multicast},
+    }
+    return [
+        (number, position)
+        for number, shard in enumerate(plan.shards)
+        for position, stage in enumerate(shard.stages)
+        if len(stage.edges) + 1 == domains.count(domains[stage.root])
+        and all(
+            edge.parent == stage.root
+            and domains[edge.child] == domains[stage.root]
+            and not able.get(stage.op, frozenset()).isdisjoint(edge.route[1:-1])
+            for edge in stage.edges
+        )
+    ]
 
 
 def _exchange_seconds(fabric: Fabric) -> float:

@@ -26,7 +26,14 @@ from topoplan.machine.routing import has_peer_access, unstaged
 from topoplan.machine.topology import Link, Topology, TopologyLike, as_topology
 from topoplan.machine.variants import equivalent_servers
 from topoplan.operate.faults import SLOW, Ends, Fault, Kind, compared, lower_median, most_have
-from topoplan.operate.resemblance import ALIKE, Resemblance, counted_nvlinks, resemblance, shape_of
+from topoplan.operate.resemblance import (
+    ALIKE,
+    Resemblance,
+    counted_nvlinks,
+    resemblance,
+    shape_of,
+    wire_of_model,
+)
 from topoplan.reading.pcie_tree import CODES, relation_matrix
 from topoplan.units import counted, name_ranges
 
@@ -246,7 +253,7 @@ MOST = 3 / 4
 NEARLY_ALL = 0.9
 """Part of the pairs of GPUs with NVLinks above which none is a fault."""
 
-_WIRED = re.compile(r"SXM[3-9]|HBM3|GB[23]00")
+_WIRED = re.compile(r"SXM[3-9]|HBM3|GB[23]00|MI3\d\dX")
 """Names of GPUs whose boards always have NVLink between every two. V100-SXM2 is not one: see a DGX-1."""
 
 
@@ -290,9 +297,15 @@ def _usual_ports(server: Topology, have: Mapping[Ends, Link]) -> dict[Ends, Link
     return wanted
 
 
+AS_NCCL_COUNTS = 0.72
+"""The least part of the rate of a wire that NCCL or RCCL counts: 36 of the 50 GB/s of an MI250's."""
+
+
 def _usual_pairs(server: Topology, have: Mapping[Ends, Link]) -> dict[Ends, Link]:
     """Return the wires of each pair, both ways and at full rate; if nearly all pairs agree, for all pairs."""
     rate = lower_median([link.bandwidth / link.count for link in have.values()])
+    model = wire_of_model(server)
+    rate = model if rate < AS_NCCL_COUNTS * SLOW * model else rate
     pairs: dict[Ends, Link] = {}
     for first, second in combinations(server.gpus, 2):
         best = _better(have.get((first, second)), have.get((second, first)))
@@ -356,6 +369,8 @@ class Diagnosis:
         another part that lost links; empty otherwise.
     lacking: pairs that lost links if the GPUs have the numbers of their names.
     unknown: servers that resemble no machine of the library; the machine's name if it names no servers.
+    assumed: GB/s of an NVLink if the description does not state it, else 0.
+    alike: if it is assumed, the machines with as many NVLinks of another rate, and that rate in GB/s.
     """
 
     topology: Topology
@@ -365,6 +380,8 @@ class Diagnosis:
     places: tuple[int, ...] = ()
     lacking: tuple[tuple[str, str], ...] = ()
     unknown: tuple[str, ...] = ()
+    assumed: float = 0.0
+    alike: tuple[tuple[str, float], ...] = ()
 
     @property
     def healthy(self) -> bool | None:
@@ -413,6 +430,8 @@ def diagnose(topology: TopologyLike) -> Diagnosis:
         first.places if moved else (),
         first.lacking if moved else (),
         tuple(unknown),
+        first.assumed,
+        first.alike,
     )
 
 
@@ -467,6 +486,7 @@ def _server(topology: Topology, server: str) -> Topology:
             for link in topology.links
             if link.src in names and link.dst in names and link.channel != "network"
         ),
+        notes=tuple(note for note in topology.notes if kind_of(note) == "assumed"),
     )
 
 

@@ -2,7 +2,7 @@
 
 A run is judged by its fastest row that bandwidth binds, and by its larger sizes. A row is as expected if it reaches the
 published rates of such machines (`topoplan.operate.compare.published_rates`). Without any it is if it reaches
-`OF_MODEL` of the rate of NCCL's own model at that size, or `OF_LINKS` of NCCL's best schedule on the stated links: NVLS
+`OF_MODEL` of NCCL's expected rate at that size, or `OF_LINKS` of NCCL's best schedule on the stated links: NVLS
 reaches about 60 % of its links and 90 % of its model on a healthy H100, and an NVLink carries 70 to 95 % of its nominal
 rate. A slow run is compared with the limits of other transports first (`Likely`), since each has causes of its own.
 Steps are ordered by how often each cause is the one, and by how fast it is checked.
@@ -134,7 +134,7 @@ def _of_model(row: JudgedRow, normal: NormalRate | None) -> str:
 def _healthy(row: JudgedRow, normal: NormalRate | None) -> bool:
     if normal is not None and normal.same and row.reachable:
         return normal.healthy(row.rate * row.reachable.factor)
-    return _of_links(row) >= OF_LINKS or (row.of_model or 0.0) >= OF_MODEL
+    return _of_links(row) >= OF_LINKS or (row.of_expected or 0.0) >= OF_MODEL
 
 
 def _of_links(row: JudgedRow) -> float:
@@ -184,8 +184,8 @@ def _reached(row: JudgedRow, normal: NormalRate | None) -> str:
     text = (
         f"{'algbw' if factor == 1 else 'busbw'} {row.rate * factor:.4g} GB/s at {format_size(row.row.size)}"
     )
-    if row.bound_by != BANDWIDTH and row.of_model is not None:
-        return f"{text}, {percent(row.of_model)} of what NCCL's model expects"
+    if row.bound_by != BANDWIDTH and row.reachable and row.expected_time and row.of_expected:
+        return f"{text}, {percent(row.of_expected)} of that expected by {row.reachable.expected_by(row.expected_time)}"
     part = f"{text}, {percent(row.of_best or 0.0)} of the upper bound"
     if normal is None or (row.of_best or 0.0) > ABOVE:
         return part

@@ -6,7 +6,8 @@ much, it is that machine or an allocation of it, under any numbering. Else it is
 are short (`MOST_SHORT`), the numbers are the machine's own or fit in few places, and it does not look like a machine of
 its own, as one with equal GPUs does, unless its other devices are those of the machine too.
 
-Behind an NVSwitch only the links of each GPU count, and half of the GPUs must have all of the machine's.
+Behind an NVSwitch only the links of each GPU count, and half of the GPUs must have all of the machine's. Rates need not
+be equal if the listing does not state them: those assumed for a matrix without models, and NCCL's own in its files.
 """
 
 from __future__ import annotations
@@ -18,6 +19,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from topoplan.errors import Note
+from topoplan.machine.hardware import (
+    MOST_LINKS,
+    GpuGeneration,
+    compute_capability,
+    generation_of,
+    is_amd,
+    known_capability,
+    nvlink_bandwidth,
+)
 from topoplan.machine.topology import Link, Topology
 from topoplan.operate.faults import SLOW, lower_median
 from topoplan.reading.load import library, library_path, load
@@ -151,6 +162,8 @@ class Resemblance:
     places: numbers of the machine's GPUs that the server's GPUs are compared with; empty behind a switch.
     numbered: whether those are the numbers in the names of the server's GPUs, not counted from 0, of that model.
     lacking: pairs that have fewer NVLinks than those numbers say, although the server equals ``places``.
+    assumed: GB/s of an NVLink if the description does not state it, else 0.
+    alike: if it is assumed, the machines with as many NVLinks of another rate, and that rate in GB/s.
     """
 
     machine: Topology | None = None
@@ -160,6 +173,8 @@ class Resemblance:
     places: tuple[int, ...] = ()
     numbered: bool = False
     lacking: tuple[tuple[str, str], ...] = ()
+    assumed: float = 0.0
+    alike: tuple[tuple[str, float], ...] = ()
 
     def whole(self, server: Topology) -> bool:
         """Return whether the server counts as whole rather than an allocation."""
@@ -178,17 +193,24 @@ def resemblance(server: Topology) -> Resemblance:
     >>> found.machine.name, found.exact, resemblance(machine.subset([1, 4, 5, 7])).exact
     ('dgx-1v', False, True)
     """
-    stated = shape_of(server)
-    found: list[tuple[tuple[object, ...], Resemblance]] = []
+    stated, generation = shape_of(server), generation_in(server)
+    found: list[tuple[tuple[object, ...], Resemblance, float]] = []
     for order, name in enumerate(library()):
         if _gpus_listed(name) < len(stated.gpus):
             continue
         machine, other = _known(name)
-        if other.sort != stated.sort or _other_maker(server, machine):
+        theirs = generation_in(machine)
+        one_generation = generation is None or theirs in (None, generation)
+        pair = other.sort == "switched" and _full_pair(server, stated, other)
+        if not one_generation or (other.sort != stated.sort and not pair) or _other_maker(server, machine):
             continue
         wire = _wire_rate(server, machine, other)
         shape = shape_of(server, wire=wire) if wire else stated
-        if shape.sort == "none":
+        if pair:
+            first, second = shape.gpus
+            wires = _links([(first, second, max(other.wires))], shape.rate)
+            laid: Resemblance | None = Resemblance(machine, shape.wires == other.wires[:2], wires)
+        elif shape.sort == "none":
             equal = len(server.gpus) == len(machine.gpus) and same_parts(server, machine)
             laid = Resemblance(machine, exact=True) if equal else None
         elif shape.sort == "switched":
@@ -197,8 +219,17 @@ def resemblance(server: Topology) -> Resemblance:
             laid = _direct(server, shape, machine, other)
         if laid is not None:
             laid = replace(laid, wire=wire)
-            found.append(((_rank(server, laid), bool(wire), *_distance(server, machine), order), laid))
-    return min(found, key=lambda one: one[0])[1] if found else Resemblance()
+            likely = (not _same_model(server, machine), _rank(server, laid), bool(wire))
+            place = (*likely, not _rates_equal(shape, other), *_distance(server, machine), order)
+            found.append((place, laid, other.rate))
+    if not found:
+        return Resemblance()
+    best = min(found, key=lambda one: one[0])[1]
+    if not _rate_assumed(server):
+        return best
+    others = ((one.machine, own) for _, one, own in found if one.exact == best.exact and own != stated.rate)
+    alike = tuple((machine.name, own) for machine, own in others if machine is not None)
+    return replace(best, assumed=stated.rate, alike=alike)
 
 
 @lru_cache(maxsize=64)
@@ -327,10 +358,14 @@ def same_parts(server: Topology, machine: Topology) -> bool:
 
 
 def _other_maker(server: Topology, machine: Topology) -> bool:
-    """Return whether only one is of AMD, as far as the server's GPUs show."""
+    """Return whether only one is of AMD, or of GPUs on Grace CPUs, as far as the server's GPUs show."""
     gpus = [server.device(gpu) for gpu in server.gpus]
-    amd = machine.device(machine.gpus[0]).model.startswith("MI")
-    return any((gpu.fact("sm") and amd) or (gpu.fact("gcn") and not amd) for gpu in gpus)
+    model = machine.device(machine.gpus[0]).model
+    if model.startswith("MI"):
+        known = any(gpu.fact("sm") or compute_capability(gpu.model) for gpu in gpus)
+        return _rate_assumed(server) or (known and not is_amd(gpus))
+    grace = any(gpu.fact("memory_node") for gpu in gpus)
+    return (grace and not model.startswith("G")) or is_amd(gpus)
 
 
 def _rank(server: Topology, laid: Resemblance) -> int:
@@ -345,33 +380,86 @@ def _rank(server: Topology, laid: Resemblance) -> int:
 
 
 def _same_model(server: Topology, machine: Topology) -> bool:
-    """Return whether all GPUs are of the machine's model."""
-    model = machine.device(machine.gpus[0]).model.lower()
-    return bool(model) and all(model in server.device(gpu).model.lower() for gpu in server.gpus)
+    """Return whether all GPUs are of the machine's model, which is a word of theirs: a GB200 is not a B200."""
+    model = machine.device(machine.gpus[0]).model
+    word = re.compile(rf"(?<![a-z0-9]){re.escape(model)}(?![a-z0-9])", re.IGNORECASE)
+    return bool(model) and all(word.search(server.device(gpu).model) for gpu in server.gpus)
 
 
 def _distance(server: Topology, machine: Topology) -> tuple[object, ...]:
     """Sort key of a machine's differences from a server beside NVLinks."""
-    named = _same_model(server, machine)
     own, other = (Counter(d.kind for d in one.devices) for one in (server, machine))
     parts = sum(abs(own[kind] - other[kind]) for kind in own | other)
     speeds = {link.bandwidth for link in server.links if link.channel in ("pcie", "c2c")}
     foreign = sum(link.bandwidth not in speeds for link in machine.links if link.channel in ("pcie", "c2c"))
-    return (len(machine.gpus) - len(server.gpus), not named, parts, foreign)
+    return (len(machine.gpus) - len(server.gpus), parts, foreign)
 
 
 def _rates_equal(shape: NvlinkShape, other: NvlinkShape) -> bool:
     return shape.rate <= ALIKE * other.rate and other.rate <= ALIKE * shape.rate
 
 
+def wire_of_model(server: Topology) -> float:
+    """Return the GB/s of one NVLink of the library's machines of the GPUs' model; 0 if there is none, or several."""
+    if not all(server.device(gpu).model for gpu in server.gpus):
+        return 0.0
+    rates = {other.rate for machine, other in map(_known, library()) if _same_model(server, machine)}
+    return rates.pop() if len(rates) == 1 else 0.0
+
+
+def _rate_assumed(server: Topology) -> bool:
+    """Return whether the rate of an NVLink was assumed, since a matrix states neither it nor the GPUs' models."""
+    notes = (note for note in server.notes if isinstance(note, Note))
+    return any(note.kind == "assumed" and "nvlink" in note.devices for note in notes)
+
+
+def generation_in(server: Topology) -> GpuGeneration | None:
+    """Return the generation of all GPUs of a server by their facts or models; None if they differ or state none."""
+    gpus = [server.device(gpu) for gpu in server.gpus]
+    known = {generation_of(0 if gpu.fact("gcn") else known_capability(gpu) or 0) for gpu in gpus}
+    return known.pop() if len(known) == 1 else None
+
+
+def _same_wires(server: Topology, shape: NvlinkShape, other: NvlinkShape) -> bool:
+    """Return whether two servers have NVLinks of one rate, as NCCL's files and matrices without models may not say."""
+    if _rates_equal(shape, other) or _rate_assumed(server):
+        return True
+    stated = {server.device(gpu).fact("sm") for gpu in server.gpus}
+    sm = stated.pop() if len(stated) == 1 else ""
+    return sm.isdecimal() and math.isclose(shape.rate, nvlink_bandwidth(int(sm)))
+
+
+FULL = 2 / 3
+"""Part of its NVLinks that a GPU has at most to one other if its board joins more GPUs without a switch."""
+
+_BRIDGED = re.compile(r"PCIe|NVL\b|GH200", re.IGNORECASE)
+"""Names of GPUs that a bridge, or their board, joins in pairs."""
+
+
+def _full_pair(server: Topology, shape: NvlinkShape, other: NvlinkShape) -> bool:
+    """Return whether two GPUs have all, or nearly all, their NVLinks to each other, as two of a switch in a matrix of
+    them alone: links that others share are at most two thirds."""
+    if shape.sort != "direct" or len(shape.gpus) != 2:
+        return False
+    if not FULL * max(other.wires) < min(shape.wires) <= max(shape.wires) <= max(other.wires):
+        return False
+    models = [server.device(gpu).model for gpu in server.gpus]
+    if not any(models):
+        return _rate_assumed(server) and max(other.wires) == MOST_LINKS
+    return generation_in(server) is not None and not any(map(_BRIDGED.search, models))
+
+
 def _switched(
     server: Topology, shape: NvlinkShape, machine: Topology, other: NvlinkShape
 ) -> Resemblance | None:
-    if not _rates_equal(shape, other) or max(shape.wires) != max(other.wires):
+    if max(shape.wires) != max(other.wires) or not _same_wires(server, shape, other):
         return None
     bare = sum(not count for count in shape.wires)
     full = sum(count == max(other.wires) for count in shape.wires)
-    if bare > MOST_BARE * len(shape.gpus) or 2 * full < len(shape.gpus):
+    # of two GPUs of one model, one on the switch shows that the other lost its links
+    models = {server.device(gpu).model for gpu in server.gpus}
+    one_of_two = bare == full == 1 and len(models) == 1 and _same_model(server, machine)
+    if (bare > MOST_BARE * len(shape.gpus) and not one_of_two) or 2 * full < len(shape.gpus):
         return None
     switches = [device.name for device in server.devices if device.kind == "nvswitch"]
     if len(switches) != 1:

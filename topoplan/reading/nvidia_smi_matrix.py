@@ -53,8 +53,9 @@ class ConnectionMatrix:
 
     ``gpus`` and ``nics`` are column names as printed, in printed order. ``codes`` hold each stated pair under both
     orders: ``NV2``, or one of `pcie_tree.CODES`. ``affinity`` and ``numa`` (such as ``0-1``) hold the GPUs that state
-    them; ``cut`` lists GPUs without a row. ``hardware`` names the adapter of a NIC column, from the legend. ``access``
-    holds cells of ``topo -p2p``, row first: ``OK``, or a reason. ``notes`` list lost blanks that were put back.
+    them, ``memory_nodes`` those whose memory is a NUMA node; ``cut`` lists GPUs without a row. ``hardware`` names the
+    adapter of a NIC column, from the legend. ``access`` holds cells of ``topo -p2p``, row first: ``OK``, or a reason.
+    ``notes`` list lost blanks that were put back.
     """
 
     gpus: tuple[str, ...]
@@ -62,6 +63,7 @@ class ConnectionMatrix:
     codes: dict[tuple[str, str], str]
     affinity: dict[str, str]
     numa: dict[str, str]
+    memory_nodes: dict[str, str]
     cut: tuple[str, ...]
     hardware: dict[str, str]
     access: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -102,6 +104,7 @@ def read_matrix(text: str) -> ConnectionMatrix:
         codes=_pairs(rows, head.columns),
         affinity=_affinity(rows, head, "CPU Affinity"),
         numa=_affinity(rows, head, "NUMA Affinity"),
+        memory_nodes=_affinity(rows, head, "GPU NUMA ID"),
         cut=tuple(name for name in head.gpus if name not in rows),
         hardware=found[0].hardware,
         access=_access(access, head),

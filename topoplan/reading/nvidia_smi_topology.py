@@ -12,12 +12,14 @@ generation that fits is taken:
 
 1. direct, every NV# is 1, three or more in some row: P100 (a V100 of a DGX-1 has two such neighbours only);
 2. direct, pairs of NV4 and nothing else: the bridge of RTX 30 and A6000 cards;
-3. the first of V100, A100, H100 whose 6, 12, 18 links suffice for the largest row (switched: the largest
+3. behind a switch, GPUs with more links than an A100 whose memory is a NUMA node (``GPU NUMA ID``): GB200 or GB300,
+   since a host of Grace CPUs with Hopper GPUs has no NVSwitch in its listing;
+4. the first of V100, A100, H100 whose 6, 12, 18 links suffice for the largest row (switched: the largest
    NV#).
 
 Reports that name GPUs: ``collect_env`` of torch and vLLM and ``nvidia-smi -L`` (``GPU 0: NVIDIA H100 80GB HBM3``),
 ``check_env`` of sglang (``GPU 0,1,2,3: NVIDIA GB200``), the table of plain ``nvidia-smi``, the product names of
-``nvidia-smi -q``, and ``GPU type:`` of accelerate.
+``nvidia-smi -q``, the table of ``nvidia-smi --query-gpu=index,name --format=csv``, and ``GPU type:`` of accelerate.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from itertools import combinations
 from topoplan.errors import Note, warning
 from topoplan.machine.hardware import (
     A100,
+    B200,
     GA102,
     H100,
     MOST_LINKS,
@@ -58,6 +61,8 @@ _ROW = re.compile(
     r"\|\s*(?:[0-9A-Fa-f]{4,8}:)?[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d.*"
 )
 _PRODUCT_NAME = re.compile(r"\s*Product Name\s*:\s*(\S.*)")
+_CSV_HEAD = re.compile(r"[a-z][a-z0-9_.]*(?: \[[^\],]*\])?(?:, ?[a-z][a-z0-9_.]*(?: \[[^\],]*\])?)*")
+_CSV_NAME = re.compile(r"(?:NVIDIA|Tesla|Quadro|GeForce|TITAN|GRID)\b.*")
 _ONE_TYPE = re.compile(r"\s*(?:-\s*)?GPU type:\s*(\S.*)")
 
 
@@ -69,6 +74,7 @@ def read_gpu_names(text: str) -> tuple[dict[int, str], str]:
     names: dict[int, str] = {}
     every = ""
     products = 0
+    fields: list[str] = []
     for line in text.splitlines():
         if len(line) > _LONGEST_LINE or line.lstrip().startswith("#"):
             continue
@@ -83,6 +89,16 @@ def read_gpu_names(text: str) -> tuple[dict[int, str], str]:
             products += 1
         elif found := _ONE_TYPE.fullmatch(line):
             every = every or found[1].strip()
+        elif "name" in (head := line.strip().split(", ")) and _CSV_HEAD.fullmatch(line.strip()):
+            fields, products = head, 0
+        elif fields:
+            row = dict(zip(fields, line.strip().split(", "), strict=False))
+            number = row.get("index", str(products))
+            if len(row) == len(fields) and number.isdecimal() and _CSV_NAME.fullmatch(row["name"]):
+                numbers, name = (number,), row["name"]
+                products += 1
+            else:
+                fields = []
         for number in numbers:
             names.setdefault(int(number), name.strip())
     return names, every
@@ -199,9 +215,10 @@ def parse_nvidia_smi(
         )
     elif nvlink_given is None and generation is not UNKNOWN and nvlinks.any:
         other = "; a B200 has 50" if generation is H100 else ""
+        unknown = f"{named.words()} is not known" if named.models else "GPU not printed"
         assume(
             "nvlink",
-            f"GPU not printed, assumed {generation.name}: NVLink {nvlink:g} GB/s per link and direction"
+            f"{unknown}, assumed {generation.name}: NVLink {nvlink:g} GB/s per link and direction"
             f"{other}; set --nvlink-bandwidth",
         )
     if pcie_given is None:
@@ -312,6 +329,7 @@ def _devices(
     for gpu in matrix.gpus:
         name, model = names[gpu], named.models.get(gpu, "")
         known = {"host_bridge": tree.bridges.get(name), "numa_nodes": several.get(name)}
+        known["memory_node"] = matrix.memory_nodes.get(gpu)
         if tree.root(name) not in affinity_of:
             known["cpus"] = affinity.get(name)
         numa = _number(nodes.get(name))
@@ -393,7 +411,10 @@ def read_nvlinks(matrix: ConnectionMatrix, named: GpuGeneration | None = None) -
         )
         if bare:
             notes.append(f"{listed(bare).lower()}: no NVLink to the switch")
-        return MatrixNvlinks(True, {}, to_switch, named or _smallest(counts[-1]), tuple(notes))
+        grace = all(gpu in matrix.memory_nodes for gpu in to_switch) and counts[-1] > A100.links
+        return MatrixNvlinks(
+            True, {}, to_switch, named or (B200 if grace else _smallest(counts[-1])), tuple(notes)
+        )
     direct = {
         (first, second): count
         for i, first in enumerate(matrix.gpus)

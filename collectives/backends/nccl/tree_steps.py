@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.tables.lowering import PlanKey, pattern_of
+from topoplan.model.window_engine import switched_stages
 from topoplan.plans.plan import Plan
 
 GIVEN, RESULT, KEPT, NOWHERE = 0, 1, 2, -1
@@ -256,22 +257,10 @@ def _stars(plan: Plan, domains: tuple[int, ...], wanted: dict[str, bool]) -> Col
     """Return the shards and stages that a switch adds or copies for: one parent with all others of its domain."""
     if not any(wanted.values()):
         return ()
-    able = {
-        "reduce": {device.name for device in plan.topology.devices if device.reduce},
-        "broadcast": {device.name for device in plan.topology.devices if device.multicast},
-    }
     return {
         (number, position)
-        for number, shard in enumerate(plan.shards)
-        for position, stage in enumerate(shard.stages)
-        if wanted[stage.op]
-        and len(stage.edges) + 1 == domains.count(domains[stage.root])
-        and all(
-            edge.parent == stage.root
-            and domains[edge.child] == domains[stage.root]
-            and not able[stage.op].isdisjoint(edge.route[1:-1])
-            for edge in stage.edges
-        )
+        for number, position in switched_stages(plan, domains)
+        if wanted[plan.shards[number].stages[position].op]
     }
 
 

@@ -12,6 +12,7 @@ import topoplan
 from tests.support.checkout import Done, Run
 from tests.support.damaged_machines import as_text, read_library
 from tests.support.fake_machine.fixtures import Installer
+from tests.support.matrices import uniform_matrix
 from tests.topoplan.cli.conftest import Told
 from topoplan.errors import UsageError
 from topoplan.operate.diagnosis import diagnose
@@ -171,3 +172,20 @@ def test_probed_machines(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     fake_here(machine)
     assert [fault.kind for fault in diagnose(topoplan.probe()).faults] == AMISS.get(machine, [])
+
+
+def test_an_assumed_rate_names_the_machines_that_have_another(tmp_path: Path, done: Done, told: Told) -> None:
+    """NV18 between four GPUs without names; with --nvlink-bandwidth or their names nothing is assumed."""
+    path = tmp_path / "tray.txt"
+    path.write_text(uniform_matrix(4, "NV18"))
+    (line,) = (line for line in done(f"check {path}").splitlines() if line.startswith("NVLink rate"))
+    assert "assumed 25 GB/s; dgx-b200, dgx-b300, gb200-nvl72, gb300-nvl72 have as many of 50 GB/s" in line
+    assert "pass --nvlink-bandwidth, or give the output of nvidia-smi -L" in line
+    found = told(f"check {path}")
+    assert (found["resembles"], found["assumed_nvlink_rate"]) == ("dgx-h100", 25.0)
+    assert found["equal_but_for_rate"][0] == {"machine": "dgx-b200", "nvlink_rate": 50.0}
+    given = told(f"check {path} --nvlink-bandwidth 50GB/s")
+    assert (given["resembles"], given["assumed_nvlink_rate"]) == ("dgx-b200", None)
+    path.write_text("GPU 0,1,2,3: NVIDIA GB300\n" + uniform_matrix(4, "NV18"))
+    assert "NVLink rate" not in done(f"check {path}")
+    assert told(f"check {path}")["resembles"] == "gb300-nvl72"

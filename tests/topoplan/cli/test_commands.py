@@ -186,7 +186,8 @@ plan v100x4 --sizes --engine messages --engine-costs f.json  |  belongs to --eng
 plan v100x4 --sizes --engine windows --engine-costs none.json  |  none.json cannot be read
 plan v100x4 --sizes --engine kernels  |  invalid choice: 'kernels'
 plan v100x4 --sizes --engine windows --channels pcie  |  needs GPUs in one NVLink domain
-plan dgx-h100 --sizes 1KB --engine windows --in-network nvswitch  |  does not cover switches that copy or add
+plan dgx-h100 --sizes 1KB --engine windows --in-network nvswitch --collective all_gather  |  Hopper, got all_gath
+plan dgx-h100 --gpus 0,1 --sizes 1KB --engine windows --in-network nvswitch  |  got all_reduce of 2 GPUs
 # plan --sizes
 plan v100x4 --sizes 1KB:1MB --method mwu  |  --method does not go with --sizes; leave one of them out
 plan v100x4 --sizes 1KB:1MB --method mwu --epsilon 0.1  |  --epsilon does not go with --sizes

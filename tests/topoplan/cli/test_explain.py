@@ -342,14 +342,23 @@ def test_a_slow_run_is_compared_with_the_limits_of_other_transports(
 
 
 def test_the_expectation_needs_no_log(done: Done, refused: Done, told: Told, log: Path) -> None:
-    """It is NCCL's model, as the row of a log has it."""
+    """It is that of the row of a log: published measurements of one server, else NCCL's model."""
     out = done(f"explain --expect {CLUSTER}")
-    assert "NCCL's model expects busbw 460.7 GB/s at 8GB (slow below 368.6)" in out.splitlines()[0]
+    assert "busbw 460.7 GB/s at 8GB is expected by NCCL's model (slow below 368.6)" in out.splitlines()[0]
     assert "link limit   busbw 720 GB/s by nvls tree; nccl tree 482.1; network ring 384" in out
     row = told(f"explain {log} --machine dgx-h100")["rows"][-1]
-    found = told("explain --expect --machine dgx-h100")["expected"]
-    (expected,) = (one["time"] for one in found if one["size"] == row["size"])
-    assert expected == pytest.approx(row["nccl_expects"]["time"], rel=1e-5)
+    found = told("explain --expect --machine dgx-h100")
+    ((expected, by),) = (
+        (one["time"], by)
+        for one, by in zip(found["expected"], found["expected_by"], strict=True)
+        if one["size"] == row["size"]
+    )
+    assert expected == pytest.approx(row["expected_time"], rel=1e-5)
+    assert by == row["expected_by"] == "published measurements of Hopper"
+    assert row["of_expected"] == pytest.approx(expected / row["time"], rel=1e-5)
+    plain = told(f"explain {log} --machine dgx-h100 --in-network none")["rows"][-1]
+    assert plain["expected_by"] == "NCCL's model"
+    assert plain["expected_time"] == pytest.approx(plain["nccl_expects"]["time"], rel=1e-5)
     assert "leave LOG or --expect out" in refused(f"explain {log} --expect {CLUSTER}")
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import topoplan
-from tests.support.checkout import Run
+from tests.support.checkout import ROOT, Run
+from tests.support.nccl_debug_logs import healthy, without_peers
 from tests.support.question_logs import LOGS
 from topoplan.cli.main import main
 from topoplan.cli.results import Result
@@ -34,6 +35,9 @@ CALLS: dict[str, Callable[[], Result]] = {
     "order v100x4 --mesh dp=2,tp=2 --axes dp=1,tp=4": lambda: topoplan.order(
         "v100x4", mesh={"dp": 2, "tp": 2}, axes={"dp": 1, "tp": 4}
     ),
+    "explain docs/questions/logs/ring.log docs/questions/logs/tree.log": lambda: topoplan.explain(
+        ROOT / "docs/questions/logs/ring.log", newer=ROOT / "docs/questions/logs/tree.log"
+    ),
     "diff v100x4 dgx-1v": lambda: topoplan.diff("v100x4", "dgx-1v"),
 }
 
@@ -49,7 +53,7 @@ def test_a_function_finds_what_its_command_prints(line: str, run: Run) -> None:
     assert all(isinstance(row, dict) for row in found.rows)
     assert len(repr(found)) < 60
     assert len(found._repr_html_()) > 10
-    if line.startswith(("recommend", "simulate")):
+    if line.startswith(("recommend", "simulate", "explain")):
         printed = csv.DictReader(io.StringIO(run(f"{line} --csv")[1]))
         assert [list(row) for row in found.rows] == [list(row) for row in printed]
 
@@ -60,6 +64,20 @@ def test_a_log_is_a_file_or_its_text(tmp_path: Path) -> None:
     assert topoplan.explain(path, "dgx-h100").rows == topoplan.explain(LOG, "dgx-h100").rows != []
     with pytest.raises(UsageError, match=r"^the log holds no run of nccl-tests"):
         topoplan.explain("nothing\nat all\n", "dgx-1v")
+
+
+def test_two_logs_say_what_changed_in_times_and_in_the_setup_of_nccl() -> None:
+    """Channels and transports of NCCL's lines; logs without a common size are refused."""
+    old, new = (f"{one.text()}{LOG}" for one in (healthy(), without_peers()))
+    found = topoplan.explain(old, newer=new)
+    setup = found.to_dict()["setup"]
+    assert isinstance(setup, list)
+    assert {"what": "channels", "old": "12", "new": "2"} in setup
+    assert "transports" in [one["what"] for one in setup]
+    assert {row["change"] for row in found.rows} == {0.0}
+    assert len(found.rows) == len(topoplan.explain(LOG, "dgx-h100").rows)
+    with pytest.raises(UsageError, match="no size in common"):
+        topoplan.explain(LOG, newer=LOG.replace(" float ", " half "))
 
 
 def test_files_are_those_of_the_commands(run: Run, plan_text: str, tmp_path: Path) -> None:
@@ -96,6 +114,9 @@ def test_errors_name_the_arguments_of_python() -> None:
         (lambda: topoplan.simulate(graph, 1, sizes=[2]), "sizes does not go with nbytes"),  # type: ignore[call-overload]
         (lambda: topoplan.explain("-", "dgx-1v"), "must be a file or the text of a log, got '-'"),
         (lambda: topoplan.explain("--gpus 3", "dgx-1v"), "^--gpus 3 cannot be read"),
+        (lambda: topoplan.explain(LOG, newer="-"), "^newer must be a file or the text of a log, got '-'"),
+        (lambda: topoplan.explain(LOG, "dgx-1v", newer=LOG), "^machine does not go with a second log"),
+        (lambda: topoplan.explain(LOG, newer=LOG, gpus=[0, 1]), "^gpus does not go with a second log"),
         (lambda: topoplan.explain(LOG), 'machine="F" with the output of nvidia-smi topo -m'),
         (lambda: topoplan.order("dgx-1v", mesh={"dp": 2, "tp": 4}), 'or preset="megatron"'),
     ):

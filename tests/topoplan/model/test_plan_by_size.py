@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.small_fabrics import COLLECTIVES, direct_machines, switched_machines
 from topoplan import InfeasibleError, Topology, UsageError
+from topoplan.machine.variants import with_all_capabilities
 from topoplan.model.candidates import candidates, doubled
 from topoplan.model.closed_form import clock
 from topoplan.model.dataflow import LAUNCH, START_UP
 from topoplan.model.event_simulation import run_events
+from topoplan.model.expected_times import expected_times
 from topoplan.model.schedule_selection import ScheduleChoice, choose_by_size, fastest_from, grid_of_sizes
 from topoplan.model.window_engine import HOPPER, WindowsClock
 from topoplan.plans.verify import verify_all
@@ -235,6 +237,26 @@ def test_windows_say_whose_figures_they_take() -> None:
     choice = choose_by_size("v100x4", engine="windows", costs=mine, sizes=[1 << 20])
     assert choice.costs == mine
     assert "windows engine: figures of mine, from a sweep" in choice.notes
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("dgx-h100", 8), ("dgx-b200", 4), ("dgx-b300", 8)])
+def test_on_windows_a_switch_that_adds_takes_the_published_times_of_multimem(name: str, gpus: int) -> None:
+    """Beyond packets, of trees that it adds and copies throughout; others keep the model's times."""
+    machine = with_all_capabilities(topoplan.load(name)).subset(range(gpus))
+    choice = choose_by_size(machine, engine="windows", sizes=[1 << 10, 1 << 20, 64 << 20])
+    (known,) = [one for one in expected_times(machine, "allreduce") if one.implementation == "multimem"]
+    assert choice.costs is not None
+    switched = 0
+    for plan, time in zip(choice.candidates, choice.windows, strict=True):
+        stages = [stage for shard in plan.shards for stage in shard.stages]
+        star = all([edge.parent for edge in one.edges] == [one.root] * (gpus - 1) for one in stages)
+        model = WindowsClock(plan, choice.costs)
+        assert time.seconds(1 << 10) == model.seconds(1 << 10)
+        assert time.seconds(1 << 20) == (known.seconds(1 << 20) if star else model.seconds(1 << 20))
+        assert time.setting(1 << 20).blocks == model.setting(1 << 20).blocks
+        switched += star
+    assert 0 < switched < len(choice.candidates)
+    assert any(known.costs.source in note for note in choice.notes)
 
 
 def test_by_windows_medium_sizes_go_in_one_hop_as_by_messages() -> None:

@@ -29,6 +29,7 @@ from topoplan.machine.topology import Device, Link, Topology
 from topoplan.machine.variants import slow_links, without_devices, without_links
 from topoplan.operate.compare.costs import costs_of
 from topoplan.operate.diagnosis import diagnose, machine_warnings
+from topoplan.operate.resemblance import shape_of
 
 
 def found(machine: Topology) -> list[str]:
@@ -301,14 +302,18 @@ def test_a_machine_whose_gpus_are_numbered_otherwise_is_known() -> None:
 
 
 def of_wires(gpus: int, wires: Callable[[int, int], int]) -> topoplan.Topology:
-    """The machine of a matrix with so many NVLinks between two GPUs."""
+    return topoplan.load(matrix_of(gpus, wires))
+
+
+def matrix_of(gpus: int, wires: Callable[[int, int], int]) -> str:
+    """A matrix with so many NVLinks between two GPUs."""
     rows = [
         ["X" if i == j else f"NV{n}" if (n := wires(i, j)) else "SYS" for j in range(gpus)]
         for i in range(gpus)
     ]
     heads = [f"GPU{i}" for i in range(gpus)]
     lines = [" ".join([head, *row]) for head, row in zip(heads, rows, strict=True)]
-    return topoplan.load("\n".join(["  " + " ".join(heads), *lines]))
+    return "\n".join(["  " + " ".join(heads), *lines])
 
 
 SHAPES: dict[str, Callable[[int, int], int]] = {
@@ -334,6 +339,109 @@ def test_machines_that_nobody_knows_give_no_alarm(shape: str) -> None:
             assert found.faults[0].should_be == "1 NVLink of 20 GB/s"
         else:
             assert found.faults == (), gpus
+
+
+LISTED = {
+    ("NVIDIA GB200", 2): "gb200-nvl72",
+    ("NVIDIA GB200", 4): "gb200-nvl72",
+    ("NVIDIA GB200", 8): "gb200-nvl72",
+    ("NVIDIA GB300", 4): "gb300-nvl72",
+    ("NVIDIA B200", 2): "dgx-b200",
+    ("NVIDIA B200", 8): "dgx-b200",
+    ("NVIDIA B300 SXM6 AC", 4): "dgx-b300",
+    ("NVIDIA H100 80GB HBM3", 3): "dgx-h100",
+    ("NVIDIA H200", 2): "dgx-h100",
+    ("NVIDIA H200", 8): "dgx-h100",
+    ("", 2): "dgx-h100",
+    ("", 4): "dgx-h100",
+    ("", 18): "gb200-nvl72",
+    # two with bridges or boards of their own, and a domain of Hopper GPUs, which the library does not have
+    ("NVIDIA GH200 480GB", 2): "",
+    ("NVIDIA H100 NVL", 2): "",
+    ("NVIDIA H100 80GB HBM3", 18): "",
+}
+
+
+@pytest.mark.parametrize(("model", "gpus"), LISTED)
+def test_a_matrix_is_compared_with_the_machine_of_its_gpus(model: str, gpus: int) -> None:
+    """NV18 between all: a tray is not half a DGX, and without names every machine with 18 links is named."""
+    text = f"GPU {','.join(map(str, range(gpus)))}: {model}\n" if model else ""
+    found = diagnose(topoplan.load(text + matrix_of(gpus, lambda i, j: 18)))
+    name = LISTED[model, gpus]
+    assert (found.resembles, found.healthy, found.faults) == (name, True if name else None, ())
+    assert (found.assumed, bool(found.alike)) == ((0.0, False) if model else (25.0, True))
+    if not model:
+        blackwells = ["dgx-b200", "dgx-b300", "gb200-nvl72", "gb300-nvl72"]
+        assert found.alike == tuple((name, 50.0) for name in blackwells[0 if gpus <= 8 else 2 :])
+
+
+@pytest.mark.parametrize("name", ["dgx-1p", "dgx-1v", "mi250", "mi250x", "mi300x", "nvlink-x4", "v100x4"])
+def test_the_only_pair_is_held_against_the_wire_of_its_model(name: str) -> None:
+    """At half its rate it is slow whichever the machine; at NCCL's figure it is not."""
+    machine = topoplan.load(name).subset([0, 1])
+    (link, back) = (one for one in machine.links if one.channel == "nvlink")
+    assert link.dst == back.src
+    for part, faults in ((0.5, [("link slow", ("gpu0", "gpu1"))]), (0.72, [])):
+        found = diagnose(topoplan.slow_links(machine, {"gpu0-gpu1": part * link.bandwidth}))
+        assert [(one.kind, one.devices) for one in found.faults] == faults, part
+
+
+@pytest.mark.parametrize("name", ["dgx-2", "dgx-a100", "dgx-h100", "dgx-b300"])
+def test_of_two_gpus_the_one_off_the_switch_lost_its_links(name: str) -> None:
+    machine = without_links(topoplan.load(name).subset([0, 1]), ["gpu1-nvswitch0"])
+    assert [(one.kind, one.devices) for one in diagnose(machine).faults] == [("no NVLink", ("gpu1",))]
+    other = tuple(
+        replace(device, model="A40") if device.name == "gpu1" else device for device in machine.devices
+    )
+    assert diagnose(replace(machine, devices=other)).faults == ()
+
+
+@pytest.mark.parametrize(
+    ("model", "wires", "lost"),
+    [
+        ("", 17, True),
+        ("", 13, True),
+        ("", 12, False),
+        ("NVIDIA H100 80GB HBM3", 17, True),
+        ("NVIDIA H100 80GB HBM3", 6, False),
+        ("NVIDIA A100-SXM4-80GB", 11, True),
+        ("NVIDIA A100-SXM4-80GB", 4, False),
+        ("NVIDIA A100 80GB PCIe", 11, False),
+        ("Tesla V100-SXM3-32GB", 5, True),
+        ("Tesla V100-SXM2-32GB", 2, False),
+    ],
+)
+def test_two_gpus_of_a_matrix_with_nearly_all_their_links_lost_the_rest(
+    model: str, wires: int, lost: bool
+) -> None:
+    """No board gives a GPU more than two thirds of its links to one other, and not all."""
+    text = (f"GPU 0,1: {model}\n" if model else "") + matrix_of(2, lambda i, j: wires)
+    found = diagnose(topoplan.load(text))
+    assert [one.kind for one in found.faults] == (["link missing"] if lost else [])
+    assert found.healthy is (False if lost else None)
+
+
+def test_gpus_of_one_generation_are_not_compared_with_machines_of_another() -> None:
+    """Eight H100s with 12 links each are no eight A100s: they have lost a third."""
+    for names, like in (("NVIDIA H100 80GB HBM3", ""), ("NVIDIA A100-SXM4-80GB", "dgx-a100")):
+        text = f"GPU 0,1,2,3,4,5,6,7: {names}\n" + matrix_of(8, lambda i, j: 12)
+        found = diagnose(topoplan.load(text))
+        assert (found.healthy, "a100" in found.resembles or found.resembles == "p4d.24xlarge") == (
+            True if like else None,
+            bool(like),
+        )
+    bridges = diagnose(topoplan.load(matrix_of(4, lambda i, j: 4 * (i // 2 == j // 2))))
+    assert bridges.resembles == ""  # and not an MI250
+
+
+@pytest.mark.parametrize("name", ["dgx-2", "dgx-a100", "dgx-h100", "dgx-b200", "p5.48xlarge"])
+def test_a_topology_file_of_nccl_has_its_rates_and_is_compared_all_the_same(name: str) -> None:
+    """NCCL counts 20.6 GB/s for an H100's NVLink."""
+    text = str(topoplan.export(topoplan.load(name), "nccl-topo"))
+    bare = re.sub(r' (bandwidth|model|name|assumed)="[^"]*"', "", text)
+    found = diagnose(topoplan.load(bare))
+    assert (found.resembles, found.healthy) == (name, True)
+    assert max(shape_of(topoplan.load(bare)).carried)[0] < max(shape_of(topoplan.load(name)).carried)[0]
 
 
 def test_a_machine_that_nobody_knows_is_held_against_itself() -> None:

@@ -289,6 +289,8 @@ NAMES = {
     "nvidia-smi": "|   0  {0}          On  |   00000000:19:00.0 Off |        0 |\n| N/A   31C  |  1MiB / 81559MiB |",
     "older nvidia-smi": "|   0  {0}  Off  | 0000:06:00.0 Off |        0 |",
     "nvidia-smi -q": "GPU 00000000:19:00.0\n    Product Name                    : {0}",
+    "nvidia-smi --query-gpu": "index, name, serial\n0, {0}, 165\n1, {0}, 166\n2, {0}, 167",
+    "nvidia-smi --query-gpu=name": "name\n{0}\n{0}\n{0}",
     "accelerate": "- GPU type: {0}",
 }
 
@@ -313,6 +315,20 @@ def test_names_of_other_gpus_are_not_used() -> None:
     some = parse_nvidia_smi("GPU 0: NVIDIA A100\nGPU 1: NVIDIA A40\n" + uniform(3, "NV4"))
     assert some.device("gpu0").model == ""
     assert "not GPU2" in some.notes[0]
+
+
+def test_gpus_whose_memory_is_a_numa_node_are_blackwells_behind_a_switch() -> None:
+    """GPU NUMA ID is a number on Grace CPUs, whose Hopper GPUs have no NVSwitch on their host."""
+    rows = uniform(4, "NV18").splitlines()
+    numbers = (2, 10, 18, 26)
+    lines = [f"{rows[0]} CPU Affinity NUMA Affinity GPU NUMA ID"]
+    lines += [f"{row} 0-71 0,3-9,11-17 {number}" for row, number in zip(rows[1:5], numbers, strict=True)]
+    machine = parse_nvidia_smi("\n".join(lines))
+    assert wire_rates(machine) == {50.0}
+    assert [machine.device(gpu).fact("memory_node") for gpu in machine.gpus] == ["2", "10", "18", "26"]
+    assert any("GPU not printed, assumed B200" in note for note in machine.notes)
+    apart = parse_nvidia_smi("\n".join(lines).replace(" 26", " N/A"))
+    assert wire_rates(apart) == {25.0}
 
 
 def test_the_name_tells_switched_from_direct_links() -> None:

@@ -31,7 +31,14 @@ from topoplan.machine.hardware import with_capable
 from topoplan.machine.topology import Topology, TopologyLike, as_topology
 from topoplan.machine.variants import with_all_capabilities
 from topoplan.model.closed_form import plan_seconds
-from topoplan.model.expected_times import ExpectedWinners, nccl_model
+from topoplan.model.expected_times import (
+    MOST_GPUS,
+    ExpectedTimes,
+    ExpectedWinners,
+    NcclTime,
+    expected_times,
+    nccl_model,
+)
 from topoplan.model.times_by_size import TimeBound, time_bound
 from topoplan.operate.compare.allocations import MOST_LISTED, AllocationClass, allocation_classes
 from topoplan.operate.compare.table import NO_RING, Comparison
@@ -296,6 +303,8 @@ class Attainable:
     model: expectations of NCCL's own model by algorithm and protocol; empty without one.
     in_network: upper bound if all switches copied and added; None if not higher.
     pcie: bus bandwidth of the slowest PCIe link of a GPU on one server; None on several, or without.
+    fitted: times of NCCL by published measurements of such servers; None if there are none, for several servers, or if
+        switches do not use all their capabilities, as they did there.
     """
 
     collective: str
@@ -310,6 +319,7 @@ class Attainable:
     model: tuple[NcclExpectation, ...] = ()
     in_network: float | None = None
     pcie: float | None = None
+    fitted: ExpectedTimes | None = None
 
     @property
     def nccl_best(self) -> float | None:
@@ -318,6 +328,22 @@ class Attainable:
     def expected(self, nbytes: int) -> NcclExpectation | None:
         """Return the choice of NCCL's own model, or None."""
         return min(self.model, key=lambda one: one.seconds(nbytes), default=None)
+
+    def expected_time(self, nbytes: int) -> NcclTime | None:
+        """Return the time of a buffer by published measurements of such sizes, else by NCCL's own model, or None."""
+        one, fitted = self.expected(nbytes), self.fitted
+        if fitted is not None and not fitted.covers(nbytes):
+            fitted = None
+        if one is None and fitted is None:
+            return None
+        seconds = fitted.seconds(nbytes) if fitted else one.seconds(nbytes) if one else 0.0
+        runs = f"{one.algorithm} {one.protocol}" if one else "RCCL"
+        return NcclTime(nbytes, seconds, runs, self.factor, fitted is not None)
+
+    def expected_by(self, time: NcclTime) -> str:
+        """Return what an expected time rests on."""
+        costs = self.fitted.costs if time.measured and self.fitted else None
+        return f"published measurements of {costs.generation}" if costs else "NCCL's model"
 
     def bound_by(self, nbytes: int) -> str:
         """Return `LATENCY` or `BANDWIDTH`: the larger part of the least time."""
@@ -377,7 +403,23 @@ def attainable(
         nccl_model(proved.topology, proved.collective),
         in_network_bound(proved),
         min(pcie, default=None) if nics is None else None,
+        _fitted(proved.topology, proved.collective),
     )
+
+
+def _fitted(allocation: Topology, collective: str) -> ExpectedTimes | None:
+    """Return the times of NCCL on one server by published measurements; None without any.
+
+    Between servers the fit knows neither the number nor the speed of the NICs, and NCCL's model does.
+    """
+    able = with_all_capabilities(with_capable(allocation)).devices
+    uses = [
+        [(device.multicast, device.reduce) for device in devices] for devices in (able, allocation.devices)
+    ]
+    if len(allocation.gpus) > MOST_GPUS or uses[0] != uses[1]:
+        return None
+    known = (one for one in expected_times(allocation, collective) if one.implementation == "nccl")
+    return next((one for one in known if one.costs.servers == 1), None)
 
 
 def _nics(fabric: Fabric, collective: str) -> Nics | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from topoplan.errors import UsageError
 from topoplan.machine.hardware import compute_capability
 from topoplan.machine.topology import Topology
+from topoplan.model.expected_times import NcclTime
 from topoplan.operate.compare.comparison import BANDWIDTH, Attainable
 from topoplan.operate.device_matching import run_gpus
 from topoplan.plans.plan import ALL_COLLECTIVES
@@ -63,6 +64,17 @@ class JudgedRow:
         return expected.seconds(self.row.size) / self.row.timing.seconds if expected else None
 
     @property
+    def expected_time(self) -> NcclTime | None:
+        """NCCL's time for this size by published measurements, else by its own model."""
+        return self.reachable.expected_time(self.row.size) if self.reachable else None
+
+    @property
+    def of_expected(self) -> float | None:
+        """The expected time over the measured time."""
+        expected = self.expected_time
+        return expected.seconds / self.row.timing.seconds if expected else None
+
+    @property
     def bound_by(self) -> str | None:
         """`LATENCY` or `BANDWIDTH`."""
         return self.reachable.bound_by(self.row.size) if self.reachable else None
@@ -71,7 +83,7 @@ class JudgedRow:
         """Return a JSON object: ``time`` in microseconds, as nccl-tests prints it, rates in GB/s of algorithm
         bandwidth.
         """
-        found, row, model = self.reachable, self.row, self.expected
+        found, row, model, expected = self.reachable, self.row, self.expected, self.expected_time
         return {
             "collective": self.collective,
             "size": row.size,
@@ -92,6 +104,9 @@ class JudgedRow:
                 "time": float(f"{model.seconds(row.size) * 1e6:.6g}"),
             },
             "of_model": self.of_model,
+            "expected_time": expected and float(f"{expected.seconds * 1e6:.6g}"),
+            "expected_by": found.expected_by(expected) if found and expected else None,
+            "of_expected": self.of_expected,
             "links": found.links if found and self.bound_by == BANDWIDTH else None,
             "type": row.type,
             "redop": row.redop,
