@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 
@@ -12,6 +13,7 @@ from topoplan.cli.output import (
     folded,
     folded_line,
     progress_line,
+    rank_names,
     rate_verdict,
     table,
 )
@@ -19,6 +21,7 @@ from topoplan.cli.sources import DESCRIPTION_OPTIONS, read_topology
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
 from topoplan.machine.fabric import channel_words
+from topoplan.machine.hardware import with_capable
 from topoplan.machine.topology import Topology
 from topoplan.plans.kind_templates import KindTemplate, image_count, represented
 from topoplan.plans.plan import COLLECTIVES, check_collective, collective_name
@@ -41,7 +44,7 @@ _LISTED_ONLY = (
         "tolerance",
         "order",
     ),
-    *("demand", "size", "density", "schedule_file", "sizes", "mesh", "survive", *FAULT_OPTIONS),
+    *("demand", "size", "density", "schedule_file", "sizes", "mesh", "survive", "flow_gbps", *FAULT_OPTIONS),
 )
 """Options of listed plans, if they are given."""
 
@@ -114,7 +117,7 @@ def plan_lines(plan: PlanByKind, *, every: bool = False) -> Iterator[str]:
     size = plan.size
     yield (
         f"{operation_words(plan)} on {plan.cluster.name}, {size:,} GPUs of {plan.cluster.servers:,} servers, over "
-        f"{channel_words(plan.channels)}: {rate_verdict(plan.gap)}"
+        f"{channel_words(plan.channels)}: {rate_verdict(plan.gap, without_words(plan))}"
     )
     yield from labelled(
         ("algbw", rate_words(plan.rate, plan.collective, size)),
@@ -125,24 +128,49 @@ def plan_lines(plan: PlanByKind, *, every: bool = False) -> Iterator[str]:
         ),
     )
     yield ""
-    rows, left = folded(plan.templates, 8, every=every)
+    shapes: dict[tuple[object, ...], list[dict[str, object]]] = {}
+    for number, template in enumerate(plan.templates):
+        row = template_row(plan, template, longest=None if every else LONGEST_TREE)
+        shapes.setdefault((number,) if every else _shape(plan, template), []).append(row)
+    rows, left = folded([*shapes.values()], 8, every=every)
     cells = [
         (
-            f"{row['images']:,}",
-            str(row["share each"]),
-            f"{row['GB/s']:.4g}",
-            str(row["root"]),
-            str(row["height"]),
-            str(row["tree"]),
+            f"{sum(int(str(row['images'])) for row in alike):,}",
+            str(alike[0]["share each"]),
+            f"{alike[0]['GB/s']:.4g}",
+            rank_names([str(row["root"]) for row in alike]),
+            *(str(alike[0][key]) for key in ("height", "tree")),
         )
-        for row in (template_row(plan, template, longest=None if every else 70) for template in rows)
+        for alike in rows
     ]
     yield table(
-        ("trees", "fraction each", "GB/s each", "root of the first", "height", "edges of the first"), cells
+        ("trees", "fraction each", "GB/s each", "roots in a server", "height", "edges of the first"), cells
     )
-    yield from folded_line(left, "template")
+    yield from folded_line(left, "shape")
     if plan.planning_seconds is not None:
         yield f"planned in {format_seconds(plan.planning_seconds)}"
+
+
+def without_words(plan: PlanByKind) -> str:
+    """Return what the bound leaves out: in-network reduction, if switches on links with a length could add or copy.
+
+    Lengths of links between servers prove their bound with it too, as every server is entered in any case.
+    """
+    capable = {device.name for device in with_capable(plan.sample.topology).devices if device.capable}
+    crossed = any(capable & {src, dst} for src, dst, _ in plan.lengths)
+    return "without in-network reduction" if crossed else ""
+
+
+LONGEST_TREE = 70
+"""Most characters of a tree without ``--all``."""
+
+
+def _shape(plan: PlanByKind, template: KindTemplate) -> tuple[object, ...]:
+    """Return what templates of one row have in common: share, root's server, height and the numbers of children."""
+    stage = template.stages[-1]
+    parents = Counter(edge.parent for edge in stage.edges)
+    server = plan.fabric.ranks[stage.root].split(".")[0]
+    return template.share, server, stage.height, tuple(sorted(parents.values()))
 
 
 def operation_words(plan: PlanByKind) -> str:

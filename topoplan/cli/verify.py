@@ -156,17 +156,22 @@ def _by_kind_answer(plan: PlanByKind, text: str) -> Answer:
 
     def lines() -> Iterator[str]:
         yield (
-            f"{operation_words(plan)} on {plan.cluster.name}, {plan.size:,} GPUs of {plan.cluster.servers:,} servers, "
-            f"over {channel_words(plan.channels)}: valid, {rate_verdict(plan.gap)}"
+            f"valid: {operation_words(plan)} on {plan.cluster.name}, {plan.size:,} GPUs of {plan.cluster.servers:,} "
+            f"servers, over {channel_words(plan.channels)}: {_verdict(report)}"
         )
-        size = plan.size
+        rate, most = (
+            rate_words(each, plan.collective, plan.size, digits=9) for each in (report.rate, report.bound)
+        )
         yield from labelled(
-            ("algbw", rate_words(report.rate, plan.collective, size)),
-            ("upper bound", f"{rate_words(report.bound, plan.collective, size)}: {plan.explain_bound()}"),
-            ("trees", f"{report.trees:,} of height {report.height}"),
+            ("algbw", f"{rate} (exactly {report.exact_rate}), recomputed from the loads of the links"),
+            ("upper bound", f"{most} (exactly {report.exact_bound}), recomputed: {plan.explain_bound()}"),
             (
-                "bottleneck",
-                few([f"{src}>{dst}" for src, dst in report.bottleneck]) + " and links of their kinds",
+                "checked",
+                f"{POSTCONDITION}; {report.trees:,} trees of height {report.height}, by their templates",
+            ),
+            (
+                "full links",
+                few([f"{src}>{dst}" for src, dst in report.bottleneck]) + ", and all of their classes",
             ),
         )
 

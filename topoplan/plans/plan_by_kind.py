@@ -57,6 +57,9 @@ MOST_LISTED_EDGES = 4_000_000
 MOST_LISTED_GPUS = 16_384
 """GPUs up to which a plan by kind is listed."""
 
+NOT_BY_KIND = "devices that add, copy or forward data of other servers are planned in a list only"
+"""Why a cluster is not planned by kind: distances in a sample prove bounds if routes pass network switches alone."""
+
 ClassLength = tuple[str, str, Fraction]
 """Source and destination of a link of the sample, and the length of all links of its class."""
 
@@ -119,6 +122,11 @@ class PlanByKind:
     def size(self) -> int:
         """Number of ranks."""
         return self.cluster.size
+
+    @property
+    def unsupported(self) -> bool:
+        """Whether the cluster's devices rule out a plan by kind, see `NOT_BY_KIND`."""
+        return unsupported(self.fabric)
 
     @property
     def sample_root(self) -> int | None:
@@ -315,7 +323,7 @@ class PlanByKind:
         known = (
             "format collective root cluster channels rate bound certificate method seconds trees height notes"
         )
-        derived = "gap busbw digest gpus templates"
+        derived = "gap busbw digest gpus server templates"
         check_known(value, f"{known} {derived}".split(), "the plan")
         cluster = cluster_from_object(value.get("cluster"))
         channels = read_texts(value.get("channels"), "channels")
@@ -425,6 +433,12 @@ class PlanByKind:
     def images(self, template: KindTemplate) -> TemplateImages:
         """Return the trees that follow from a template, as shards of the whole cluster made on request."""
         return TemplateImages(self.sample, self.fabric, template)
+
+
+def unsupported(fabric: Fabric) -> bool:
+    """Return whether devices of a sample rule out a plan by kind, see `NOT_BY_KIND`."""
+    forwards = any(device.forwards for device in fabric.topology.devices)
+    return forwards or fabric.in_network or bool(fabric.helpers)
 
 
 def _owner(shard: Shard, collective: str) -> tuple[int, Fraction]:

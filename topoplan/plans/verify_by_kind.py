@@ -21,7 +21,7 @@ from topoplan.plans.build import stage_order
 from topoplan.plans.kind_templates import KindTemplate
 from topoplan.plans.loads import edge_links
 from topoplan.plans.plan import COLLECTIVES, ROOTED
-from topoplan.plans.plan_by_kind import PlanByKind
+from topoplan.plans.plan_by_kind import NOT_BY_KIND, PlanByKind
 from topoplan.plans.shards import Stage
 from topoplan.plans.verify import Verification, check_claim
 from topoplan.units import nearest_float, shown
@@ -92,6 +92,8 @@ def _check_header(plan: PlanByKind) -> None:
         cluster = plan.cluster
         if cluster.cells[cluster.place(cluster.server_of(plan.root)[0]).cell].servers != 1:
             raise PlanError(f"the server of root {plan.root} must be a kind of its own")
+    if plan.unsupported:
+        raise PlanError(NOT_BY_KIND)
     if plan.fabric.unreachable(plan.collective, plan.sample_root):
         raise PlanError(f"the ranks are not connected over {', '.join(plan.channels)}")
     order = stage_order(plan.collective)

@@ -11,7 +11,8 @@ import pytest
 
 import topoplan
 from tests.support.kind_clusters import changed_file, random_plan
-from topoplan import PlanByKind, PlanError, Server, UsageError, cluster_by_kind, plan_by_kind
+from topoplan import InfeasibleError, PlanByKind, PlanError, Server, UsageError, cluster_by_kind, plan_by_kind
+from topoplan.machine.variants import with_in_network
 from topoplan.plans.shards import ImageShards, Shard
 from topoplan.plans.verify_by_kind import verify_by_kind
 
@@ -156,3 +157,23 @@ def test_faults_of_a_file_are_named() -> None:
         topoplan.verify(replace(plan, rate=1e6))
     with pytest.raises(PlanError, match="shares add up to"):
         topoplan.verify(replace(plan, templates=plan.templates[1:]))
+
+
+def test_switches_that_add_and_devices_that_forward_are_left_to_the_list() -> None:
+    machine = topoplan.load("v100x4")
+    forwarding = replace(machine.devices[-1], forwards=True)
+    machines = [
+        replace(machine, devices=(*machine.devices[:-1], forwarding)),
+        with_in_network(topoplan.load("dgx-h100"), "nvswitch"),
+    ]
+    for one in machines:
+        with pytest.raises(InfeasibleError, match="are planned in a list only"):
+            plan_by_kind(cluster_by_kind([Server(one, count=3)], nic_gbps=100), "all_gather")
+    plain = cluster_by_kind([Server(machine, count=3)], nic_gbps=100)
+    plan = plan_by_kind(plain, "all_gather")
+    wired = replace(
+        plain.kinds[0],
+        devices=(*plain.kinds[0].devices[:-1], replace(plain.kinds[0].devices[-1], forwards=True)),
+    )
+    with pytest.raises(PlanError, match="are planned in a list only"):
+        topoplan.verify(replace(plan, cluster=replace(plan.cluster, kinds=(wired,))))
