@@ -177,3 +177,18 @@ def test_switches_that_add_and_devices_that_forward_are_left_to_the_list() -> No
     )
     with pytest.raises(PlanError, match="are planned in a list only"):
         topoplan.verify(replace(plan, cluster=replace(plan.cluster, kinds=(wired,))))
+
+
+def test_roles_that_do_not_fall_on_all_servers_equally_are_refused() -> None:
+    # Leaves of four and of three servers: entries of a leaf of four need shifts for roots in the leaf of three.
+    uneven = cluster_by_kind(
+        [Server("v100x4", count=7)], nic_gbps=100, network="fat-tree", leaf_size=4, oversubscription=8
+    )
+    plan = plan_by_kind(uneven, "all_reduce")
+    assert topoplan.verify(plan.listed()).exact_rate == plan.exact_rate()
+    shifted = next(template for template in plan.templates if template.shifts > 1)
+    others = tuple(template for template in plan.templates if template is not shifted)
+    with pytest.raises(
+        PlanError, match="1 shifts do not give every server of a cell each role equally often"
+    ):
+        topoplan.verify(replace(plan, templates=(*others, replace(shifted, shifts=1))))
