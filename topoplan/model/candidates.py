@@ -1,8 +1,9 @@
 """List the plans that compete for message sizes, and search the limits that no schedule of few start-ups exceeds.
 
-Candidates are low optimal trees, the best trees of each height below, few optimal trees, one-shot along the trees of an
-allgather, and every schedule of `topoplan.schedules.registry` that the machine allows, all on the same links. All carry
-the strongest certificate that any of them found, so each states its gap to the optimum.
+Candidates are low optimal trees, the best trees of each height below, few optimal trees, disjoint trees of each height
+on direct links, one-shot along the trees of an allgather, and every schedule of `topoplan.schedules.registry` that the
+machine allows, all on the same links. All carry the strongest certificate that any of them found, so each states its
+gap to the optimum.
 
 Chain limits state why schedules with few start-ups are slow on a machine; `topoplan.plans.chain_limits` defines and
 recomputes them. Tried are single ranks and servers, on few ranks the smallest cut around every set of them, and lengths
@@ -44,7 +45,7 @@ from topoplan.schedules.registry import MOST_RANKS, SCHEDULES, cause
 from topoplan.solve.cuts_and_partitions import FlowNetwork, whole_capacities
 from topoplan.solve.packing.column_generation import ColumnGeneration
 from topoplan.solve.packing.packing_program import Packing, Pricing, has_exact_tables
-from topoplan.solve.planner import lower_trees, plan
+from topoplan.solve.planner import disjoint_forest, lower_trees, plan
 from topoplan.units import TOLERANCE
 
 MOST_FEW = 16
@@ -55,6 +56,9 @@ MOST_LOWEST = 1
 
 MOST_LOW = 32
 """Most ranks for the lowest forests on direct links."""
+
+MOST_DISJOINT = 64
+"""Most ranks among which disjoint trees are grown."""
 
 MOST_DOUBLED = 96
 """Most trees that are tried as two each: with more the start-ups of a wire outlast its bytes."""
@@ -92,6 +96,7 @@ def candidates(
     made = [best]
     notes = []
     made += _lower_forests(best, progress)
+    made += _disjoint_forests(best, progress)
     if best.collective == "allreduce" and best.height > 1 and len(chosen) <= LARGEST_EXACT:
         over_same = "+".join(best.channels)
         gathered = plan(topology, "allgather", gpus=chosen, channels=over_same, progress=progress)
@@ -178,6 +183,23 @@ def _lower_forests(best: Plan, progress: Callable[[str], None] | None) -> list[P
             made.append(replace(lower_trees(best, height), notes=()))
         except UsageError:
             continue  # no tree is so low
+    return made
+
+
+def _disjoint_forests(best: Plan, progress: Callable[[str], None] | None) -> list[Plan]:
+    """Return forests of disjoint trees of a broadcast or reduce: of each height the most, if more than of a lower."""
+    if best.root is None or len(best.ranks) > MOST_DISJOINT:
+        return []
+    if progress:
+        progress("disjoint trees of each height …")
+    made: list[Plan] = []
+    for height in range(1, best.height + 1):
+        above = made[-1].num_trees if made else 0
+        found = disjoint_forest(best, height, above=above)
+        if found is not None:
+            made.append(found)
+            if found.rate >= best.bound * (1 - TOLERANCE):
+                break
     return made
 
 
