@@ -224,7 +224,7 @@ ONE_BUFFER = ("allreduce", "broadcast", "reduce")
 """Collectives in which every byte of the buffer concerns all ranks."""
 
 MOST_HEIGHTS = 3
-"""Number of heights from the lowest whose packings are tried."""
+"""Number of heights from the lowest whose packings are tried among few ranks; among more one more, at little cost."""
 
 _LONGEST = 1 << 30
 """Largest rounded length."""
@@ -288,7 +288,7 @@ def _tried(
     if fabric.size <= LARGEST_EXACT:
         for side in sides:
             yield from _groups(fabric, "sides", [side], start_ups)
-    if has_exact_tables(fabric):
+    if has_exact_tables(fabric) or (fabric.direct and fabric.size <= MOST_LOW):
         yield from _heights(fabric, collective, root, start_ups, diameter)
     if collective in ONE_BUFFER and fabric.direct and fabric.size <= MOST_SIDES:
         yield from _exits(fabric, collective, root, start_ups, diameter)
@@ -377,17 +377,13 @@ def _exits(
     reached = np.concatenate([one.reach[one.reach < math.inf] for one in exits])
     chains = sorted({_below(float(chain)) for chain in reached if chain > diameter * (1 + TOLERANCE)})
     if root is None:
-        alike = [(link.src, link.dst, 1) for link in fabric.links]
-        capacity, _ = whole_capacities(fabric)
-        common = math.lcm(*capacity)
-        by_time = [(src, dst, common // c) for (src, dst, _), c in zip(alike, capacity, strict=True)]
         apart = sorted({float(one) for each in exits for one in each.reach.min(axis=0)})
         longest = max(start_ups)
-        for chain, lengths in product(chains[:MOST_CHAINS], (alike, by_time)):
+        for chain, plain in product(chains[:MOST_CHAINS], _plain_lengths(fabric)):
             # the rounding of `_below` is above the tolerance
             enough = (one for one in apart if 2 * one * (1 + TOLERANCE) - longest >= chain)
             for far in (0.0, *islice(enough, 1)):
-                yield ExitLimit(chain, far, tuple(lengths))
+                yield ExitLimit(chain, far, plain)
         return
     (alone,) = exits
     for chain in chains[:MOST_CHAINS]:
@@ -402,14 +398,22 @@ def _exits(
 def _heights(
     fabric: Fabric, collective: str, root: int | None, start_ups: Sequence[float], diameter: float
 ) -> Iterator[HeightLimit]:
-    """Yield lengths from packings of trees of the lowest heights; for an allreduce those of its broadcasts."""
+    """Yield lengths from packings of trees of the lowest heights, for an allreduce from those of its broadcasts.
+
+    Among more ranks than tables are for, lengths of 1 on every link, or the time of a byte, are tried too. There the
+    packings of an allreduce are left out, and above `MOST_FEW` ranks all of them.
+    """
     alone = [(rank,) for rank in range(fabric.size)]
     hop = min(hop_start_ups(fabric, alone, start_ups))
     lowest = max(1, int(diameter / hop * (1 + TOLERANCE)))
+    few = has_exact_tables(fabric)
     asked = [(collective, root)]
     if collective == "allreduce":
-        asked = [("broadcast", rank) for rank in range(fabric.size)]
-    for height in range(lowest, min(lowest + MOST_HEIGHTS, fabric.size - 1)):
+        asked = [("broadcast", rank) for rank in range(fabric.size if few else 1)]
+    if fabric.size > MOST_FEW:
+        asked = []
+    for height in range(lowest, min(lowest + MOST_HEIGHTS + (not few), fabric.size - 1)):
+        chain = _below((height + 1) * hop)
         for each, start in asked:
             packing = Packing(fabric, each, start)
             generation = ColumnGeneration(Pricing(packing, height))
@@ -420,4 +424,14 @@ def _heights(
             longest = max((length for _, _, length in whole), default=0)
             if longest > _LONGEST:
                 whole = [(src, dst, -(-length * _LONGEST // longest)) for src, dst, length in whole]
-            yield HeightLimit(_below((height + 1) * hop), height, tuple(whole))
+            yield HeightLimit(chain, height, tuple(whole))
+        for lengths_of_all in () if few else _plain_lengths(fabric):
+            yield HeightLimit(chain, height, lengths_of_all)
+
+
+def _plain_lengths(fabric: Fabric) -> tuple[tuple[tuple[str, str, int], ...], ...]:
+    """Return lengths of 1 on every link, and the times of a byte, in whole numbers."""
+    alike = tuple((link.src, link.dst, 1) for link in fabric.links)
+    capacity, _ = whole_capacities(fabric)
+    common = math.lcm(*capacity)
+    return alike, tuple((src, dst, common // c) for (src, dst, _), c in zip(alike, capacity, strict=True))
