@@ -1,9 +1,9 @@
 """List the plans that compete for message sizes, and search the limits that no schedule of few start-ups exceeds.
 
 Candidates are low optimal trees, the best trees of each height below, few optimal trees, disjoint trees of each height
-on direct links, one-shot along the trees of an allgather, and every schedule of `topoplan.schedules.registry` that the
-machine allows, all on the same links. All carry the strongest certificate that any of them found, so each states its
-gap to the optimum.
+on direct links, one-shot along the trees of an allgather, exchanges of a few owners, and every schedule of
+`topoplan.schedules.registry` that the machine allows, all on the same links. All carry the strongest certificate that
+any of them found, so each states its gap to the optimum.
 
 Chain limits state why schedules with few start-ups are slow on a machine; `topoplan.plans.chain_limits` defines and
 recomputes them. Tried are single ranks and servers, on few ranks the smallest cut around every set of them, and lengths
@@ -41,6 +41,7 @@ from topoplan.plans.minimum_trees import LARGEST_EXACT
 from topoplan.plans.plan import Plan, check_collective
 from topoplan.plans.shards import ImageShards
 from topoplan.schedules.low_latency import one_shot_along
+from topoplan.schedules.owner_exchange import owner_exchanges
 from topoplan.schedules.registry import MOST_RANKS, SCHEDULES, cause
 from topoplan.solve.cuts_and_partitions import FlowNetwork, whole_capacities
 from topoplan.solve.packing.column_generation import ColumnGeneration
@@ -101,6 +102,8 @@ def candidates(
         over_same = "+".join(best.channels)
         gathered = plan(topology, "allgather", gpus=chosen, channels=over_same, progress=progress)
         made.append(one_shot_along(gathered))
+    if len(chosen) <= MOST_LOW and best.height > 1:
+        made += owner_exchanges(best)
     if best.height > 1 and len(chosen) > MOST_FEW:
         notes.append(f"a forest of few trees is not looked for above {MOST_FEW} GPUs")
     elif best.height > 1:
