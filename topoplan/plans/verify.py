@@ -4,7 +4,8 @@ Recomputed are the trees, the postcondition (every rank ends with each contribut
 the rate, and the bound that the certificate proves. Contributions are counted: rank r starts with one of its own,
 which its buffer holds even if the collective does not use it; a reduce edge adds the child's counts to the parent's, a
 broadcast edge replaces the child's by the parent's, and a gather adds its root's state from before the exchange to
-every rank of its tree. Entries count as the elements that they represent.
+every rank of its tree. Entries count as the elements that they represent. Ranks that only forward elements between
+others are counted too, but a broadcast must replace what they hold.
 """
 
 from __future__ import annotations
