@@ -248,7 +248,7 @@ def chain_limits(
     >>> chain_limits(Fabric(topoplan.load("dgx-2"), ("nvlink",)), "allreduce", None, Fraction(80))
     (GroupLimit(chain=1.76e-05, between='ranks', side=('gpu0',)),)
     """
-    if fabric.size == 1 or fabric.split or fabric.in_network or rate is None:
+    if fabric.size == 1 or fabric.split or fabric.in_network or fabric.helpers or rate is None:
         return ()
     start_ups = least_start_ups(fabric)
     diameter = start_up_diameter(fabric, collective, root)

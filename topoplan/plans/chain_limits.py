@@ -28,7 +28,7 @@ copies, and a wire starts one at a time. N - 1 copies over links of w(i) wires a
 (N - 1)-th of all multiples k s(i) / w(i). A reduce-scatter sends as many.
 
 The caller gives the seconds of start-ups (`topoplan.model`): for every link the least start-up of a hop over it.
-Switches that copy or add have no such limits.
+Switches and helpers that copy or add have no such limits.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.checkout import Run
+from tests.support.regular_fabrics import wire
 from tests.support.small_fabrics import COLLECTIVES, direct_machines, switched_machines
 from topoplan import PlanError, SizePlans, Topology
 from topoplan.machine.fabric import Fabric
@@ -255,6 +256,22 @@ def test_switch_machines_are_optimal_at_every_size(name: str) -> None:
 )
 def test_no_candidate_is_below_the_bound(machine: Topology, collective: str) -> None:
     check_candidates(choose_by_size(machine, collective, sizes=[1 << 10, 1 << 26]))
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_helpers_copy_and_add_so_chains_have_no_limits(collective: str) -> None:
+    """Twelve ranks around one helper: it adds up their buffers, and sends the sum to all."""
+    gpus = [topoplan.Device(f"gpu{rank}", "gpu") for rank in range(12)]
+    links = [link for gpu in gpus for link in wire(gpu.name, "helper0", "network", 10.0)]
+    hub = Topology("hub", (*gpus, topoplan.Device("helper0", "helper")), tuple(links))
+    choice = choose_by_size(hub, collective, sizes=[1 << 10, 1 << 15, 1 << 20, 1 << 26])
+    check_candidates(choice)
+    times = choice.plans.times
+    assert times is not None
+    assert times.limits == ()
+    limit = GroupLimit(7.2e-5, "ranks", ("gpu0",))
+    with pytest.raises(PlanError, match="chain limits need one kind of wire, no helpers"):
+        check_times(replace(choice.plans, times=replace(times, limits=(limit,))))
 
 
 def test_what_a_chain_of_some_length_can_do() -> None:
