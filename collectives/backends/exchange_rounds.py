@@ -1,8 +1,9 @@
 """Run allreduces whose ranks exchange elements: rounds on a back end, and the sums that each rank makes in between.
 
 A round on elements runs in a buffer. For an exchange all ranks divide an area equally among the messages: a rank puts
-its own into their places, the back end copies them along the trees into the same places elsewhere, and every rank that
-has them all adds them up in the order of the senders. So sums have the same bits on all ranks, on every back end.
+its own into their places, the back end copies them along the trees into the same places elsewhere, and every sender
+that has them all adds them up in the order of the senders. So sums have the same bits on all ranks, on every back end.
+Other ranks of the trees only forward, and receive the total in a later round.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collectives.tables.numpy_arrays import ArrayLibrary
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import ALIGNMENT, shard_bounds
 from topoplan.plans.structure import PlanRound, rounds
-from topoplan.plans.verify import exchanged
+from topoplan.plans.verify import exchanged, ranks_that_add
 
 Array = TypeVar("Array")
 
@@ -57,7 +58,8 @@ class ExchangeRounds(Generic[Array]):
         numbers = [number for number, one in enumerate(self.rounds) if one.kind == "exchange"]
         self._sums = {
             number: [
-                (tuple(roots), frozenset(reached)) for _, roots, reached in (one[place] for one in found)
+                (tuple(roots), ranks_that_add(roots, reached))
+                for _, roots, reached in (one[place] for one in found)
             ]
             for place, number in enumerate(numbers)
         }

@@ -1,8 +1,9 @@
 """List the plans that compete for message sizes, and search the limits that no schedule of few start-ups exceeds.
 
-Candidates are low optimal trees, the best trees of each height below, few optimal trees, one-shot along the trees of an
-allgather, and every schedule of `topoplan.schedules.registry` that the machine allows, all on the same links. All carry
-the strongest certificate that any of them found, so each states its gap to the optimum.
+Candidates are low optimal trees, the best trees of each height below, few optimal trees, disjoint trees of each height
+on direct links, one-shot along the trees of an allgather, exchanges of a few owners, and every schedule of
+`topoplan.schedules.registry` that the machine allows, all on the same links. All carry the strongest certificate that
+any of them found, so each states its gap to the optimum.
 
 Chain limits state why schedules with few start-ups are slow on a machine; `topoplan.plans.chain_limits` defines and
 recomputes them. Tried are single ranks and servers, on few ranks the smallest cut around every set of them, and lengths
@@ -40,11 +41,12 @@ from topoplan.plans.minimum_trees import LARGEST_EXACT
 from topoplan.plans.plan import Plan, check_collective
 from topoplan.plans.shards import ImageShards
 from topoplan.schedules.low_latency import one_shot_along
+from topoplan.schedules.owner_exchange import owner_exchanges
 from topoplan.schedules.registry import MOST_RANKS, SCHEDULES, cause
 from topoplan.solve.cuts_and_partitions import FlowNetwork, whole_capacities
 from topoplan.solve.packing.column_generation import ColumnGeneration
 from topoplan.solve.packing.packing_program import Packing, Pricing, has_exact_tables
-from topoplan.solve.planner import lower_trees, plan
+from topoplan.solve.planner import disjoint_forest, lower_trees, plan
 from topoplan.units import TOLERANCE
 
 MOST_FEW = 16
@@ -55,6 +57,9 @@ MOST_LOWEST = 1
 
 MOST_LOW = 32
 """Most ranks for the lowest forests on direct links."""
+
+MOST_DISJOINT = 64
+"""Most ranks among which disjoint trees are grown."""
 
 MOST_DOUBLED = 96
 """Most trees that are tried as two each: with more the start-ups of a wire outlast its bytes."""
@@ -92,10 +97,13 @@ def candidates(
     made = [best]
     notes = []
     made += _lower_forests(best, progress)
+    made += _disjoint_forests(best, progress)
     if best.collective == "allreduce" and best.height > 1 and len(chosen) <= LARGEST_EXACT:
         over_same = "+".join(best.channels)
         gathered = plan(topology, "allgather", gpus=chosen, channels=over_same, progress=progress)
         made.append(one_shot_along(gathered))
+    if len(chosen) <= MOST_LOW and best.height > 1:
+        made += owner_exchanges(best)
     if best.height > 1 and len(chosen) > MOST_FEW:
         notes.append(f"a forest of few trees is not looked for above {MOST_FEW} GPUs")
     elif best.height > 1:
@@ -181,6 +189,23 @@ def _lower_forests(best: Plan, progress: Callable[[str], None] | None) -> list[P
     return made
 
 
+def _disjoint_forests(best: Plan, progress: Callable[[str], None] | None) -> list[Plan]:
+    """Return forests of disjoint trees of a broadcast or reduce: of each height the most, if more than of a lower."""
+    if best.root is None or len(best.ranks) > MOST_DISJOINT:
+        return []
+    if progress:
+        progress("disjoint trees of each height …")
+    made: list[Plan] = []
+    for height in range(1, best.height + 1):
+        above = made[-1].num_trees if made else 0
+        found = disjoint_forest(best, height, above=above)
+        if found is not None:
+            made.append(found)
+            if found.rate >= best.bound * (1 - TOLERANCE):
+                break
+    return made
+
+
 def _distinct(made: Sequence[Plan]) -> tuple[Plan, ...]:
     """Return the first of each forest, all under the lowest bound."""
     proof = min(made, key=lambda one: one.bound)
@@ -202,7 +227,7 @@ ONE_BUFFER = ("allreduce", "broadcast", "reduce")
 """Collectives in which every byte of the buffer concerns all ranks."""
 
 MOST_HEIGHTS = 3
-"""Number of heights from the lowest whose packings are tried."""
+"""Number of heights from the lowest whose packings are tried among few ranks; among more one more, at little cost."""
 
 _LONGEST = 1 << 30
 """Largest rounded length."""
@@ -223,7 +248,7 @@ def chain_limits(
     >>> chain_limits(Fabric(topoplan.load("dgx-2"), ("nvlink",)), "allreduce", None, Fraction(80))
     (GroupLimit(chain=1.76e-05, between='ranks', side=('gpu0',)),)
     """
-    if fabric.size == 1 or fabric.split or fabric.in_network or rate is None:
+    if fabric.size == 1 or fabric.split or fabric.in_network or fabric.helpers or rate is None:
         return ()
     start_ups = least_start_ups(fabric)
     diameter = start_up_diameter(fabric, collective, root)
@@ -266,7 +291,7 @@ def _tried(
     if fabric.size <= LARGEST_EXACT:
         for side in sides:
             yield from _groups(fabric, "sides", [side], start_ups)
-    if has_exact_tables(fabric):
+    if has_exact_tables(fabric) or (fabric.direct and fabric.size <= MOST_LOW):
         yield from _heights(fabric, collective, root, start_ups, diameter)
     if collective in ONE_BUFFER and fabric.direct and fabric.size <= MOST_SIDES:
         yield from _exits(fabric, collective, root, start_ups, diameter)
@@ -355,17 +380,13 @@ def _exits(
     reached = np.concatenate([one.reach[one.reach < math.inf] for one in exits])
     chains = sorted({_below(float(chain)) for chain in reached if chain > diameter * (1 + TOLERANCE)})
     if root is None:
-        alike = [(link.src, link.dst, 1) for link in fabric.links]
-        capacity, _ = whole_capacities(fabric)
-        common = math.lcm(*capacity)
-        by_time = [(src, dst, common // c) for (src, dst, _), c in zip(alike, capacity, strict=True)]
         apart = sorted({float(one) for each in exits for one in each.reach.min(axis=0)})
         longest = max(start_ups)
-        for chain, lengths in product(chains[:MOST_CHAINS], (alike, by_time)):
+        for chain, plain in product(chains[:MOST_CHAINS], _plain_lengths(fabric)):
             # the rounding of `_below` is above the tolerance
             enough = (one for one in apart if 2 * one * (1 + TOLERANCE) - longest >= chain)
             for far in (0.0, *islice(enough, 1)):
-                yield ExitLimit(chain, far, tuple(lengths))
+                yield ExitLimit(chain, far, plain)
         return
     (alone,) = exits
     for chain in chains[:MOST_CHAINS]:
@@ -380,14 +401,22 @@ def _exits(
 def _heights(
     fabric: Fabric, collective: str, root: int | None, start_ups: Sequence[float], diameter: float
 ) -> Iterator[HeightLimit]:
-    """Yield lengths from packings of trees of the lowest heights; for an allreduce those of its broadcasts."""
+    """Yield lengths from packings of trees of the lowest heights, for an allreduce from those of its broadcasts.
+
+    Among more ranks than tables are for, lengths of 1 on every link, or the time of a byte, are tried too. There the
+    packings of an allreduce are left out, and above `MOST_FEW` ranks all of them.
+    """
     alone = [(rank,) for rank in range(fabric.size)]
     hop = min(hop_start_ups(fabric, alone, start_ups))
     lowest = max(1, int(diameter / hop * (1 + TOLERANCE)))
+    few = has_exact_tables(fabric)
     asked = [(collective, root)]
     if collective == "allreduce":
-        asked = [("broadcast", rank) for rank in range(fabric.size)]
-    for height in range(lowest, min(lowest + MOST_HEIGHTS, fabric.size - 1)):
+        asked = [("broadcast", rank) for rank in range(fabric.size if few else 1)]
+    if fabric.size > MOST_FEW:
+        asked = []
+    for height in range(lowest, min(lowest + MOST_HEIGHTS + (not few), fabric.size - 1)):
+        chain = _below((height + 1) * hop)
         for each, start in asked:
             packing = Packing(fabric, each, start)
             generation = ColumnGeneration(Pricing(packing, height))
@@ -398,4 +427,14 @@ def _heights(
             longest = max((length for _, _, length in whole), default=0)
             if longest > _LONGEST:
                 whole = [(src, dst, -(-length * _LONGEST // longest)) for src, dst, length in whole]
-            yield HeightLimit(_below((height + 1) * hop), height, tuple(whole))
+            yield HeightLimit(chain, height, tuple(whole))
+        for lengths_of_all in () if few else _plain_lengths(fabric):
+            yield HeightLimit(chain, height, lengths_of_all)
+
+
+def _plain_lengths(fabric: Fabric) -> tuple[tuple[tuple[str, str, int], ...], ...]:
+    """Return lengths of 1 on every link, and the times of a byte, in whole numbers."""
+    alike = tuple((link.src, link.dst, 1) for link in fabric.links)
+    capacity, _ = whole_capacities(fabric)
+    common = math.lcm(*capacity)
+    return alike, tuple((src, dst, common // c) for (src, dst, _), c in zip(alike, capacity, strict=True))

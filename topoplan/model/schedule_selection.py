@@ -185,12 +185,15 @@ def plan_by_size(
     else:
         clocks, floors = ([make(plan) for plan in competing] for make in (_by_messages, _floor))
         changes = fastest_from(clocks, tested, least=floors)
-        # also of trees that only a schedule without pairs, such as one-shot, overtakes
+        # also of trees that only a schedule without pairs, such as one-shot, overtakes; so too among exchanges
         made = [doubled(plan) for plan in competing]
-        able = [number for number, pair in enumerate(made) if pair]
-        able_clocks, able_floors = [clocks[number] for number in able], [floors[number] for number in able]
-        best = fastest_from(able_clocks, tested, least=able_floors) if able else ()
-        pairs = [made[number] for number in sorted({able[place] for _, place in best})]
+        halved: set[int] = set()
+        for exchanges in (False, True):
+            able = [n for n, pair in enumerate(made) if pair and pair.exchanges == exchanges]
+            if able:
+                able_clocks, able_floors = [clocks[n] for n in able], [floors[n] for n in able]
+                halved |= {able[place] for _, place in fastest_from(able_clocks, tested, least=able_floors)}
+        pairs = [made[number] for number in sorted(halved)]
         more = tuple(pair for pair in pairs if pair)
         clocks += [_by_messages(plan) for plan in more]
         floors += [_floor(plan) for plan in more]

@@ -182,8 +182,8 @@ def time_bound(
     """Return the bound on time that limits and a bound on the rate prove."""
     if fabric.size == 1:
         return TimeBound(((0.0, None),))
-    if limits and (fabric.split or fabric.in_network):
-        raise PlanError("chain limits need one kind of wire and switches that only forward")
+    if limits and (fabric.split or fabric.in_network or fabric.helpers):
+        raise PlanError("chain limits need one kind of wire, no helpers, and switches that only forward")
     start_ups = least_start_ups(fabric)
     diameter = start_up_diameter(fabric, collective, root)
     starts = [one.seconds(fabric, collective, start_ups) for one in limits if isinstance(one, StartLimit)]

@@ -14,7 +14,8 @@ start-ups has a rate of at most so much. Three kinds:
   theirs.) A broadcast leaves the root's group q times or once, and of an allgather each of p blocks leaves its group
   q times or once. Sums over pairs of groups across a set S of devices bound the rate by the capacity out of S.
 - `HeightLimit`: a chain has at most h hops. Under lengths of the links a byte needs at least the cheapest tree of
-  that height, by tables (`topoplan.plans.minimum_trees`), so rate <= sum of c(e) y(e) over that. For few ranks.
+  that height (`topoplan.plans.minimum_trees`), so rate <= sum of c(e) y(e) over that: by tables among few ranks, by
+  a lower bound on it among more. There a byte of an allreduce needs hops by which every rank reaches all others.
 - `ExitLimit`: a rank sends a byte over several of its wires, since none reaches all others within the chain. Under
   lengths y of the links, a byte needs at least the cheapest set of wires out of the root that together reach all ranks
   (into the root of a reduce). A rank of an allreduce sends its part like a root, and receives the others' like one.
@@ -27,7 +28,7 @@ copies, and a wire starts one at a time. N - 1 copies over links of w(i) wires a
 (N - 1)-th of all multiples k s(i) / w(i). A reduce-scatter sends as many.
 
 The caller gives the seconds of start-ups (`topoplan.model`): for every link the least start-up of a hop over it.
-Switches that copy or add have no such limits.
+Switches and helpers that copy or add have no such limits.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.certificates.certificate import capacity_of, leaving, node_set
 from topoplan.plans.file_values import read_list, read_number, read_object, read_text, read_texts, read_whole
-from topoplan.plans.minimum_trees import LARGEST_EXACT, UNREACHABLE, HopLimitedTrees
+from topoplan.plans.minimum_trees import LARGEST_EXACT, UNREACHABLE, HopLimitedTrees, least_hops
 from topoplan.units import TOLERANCE
 
 GROUPINGS = ("ranks", "servers", "sides")
@@ -127,9 +128,10 @@ class HeightLimit(ChainLimit):
     def bound(
         self, fabric: Fabric, collective: str, root: int | None, start_ups: Sequence[float]
     ) -> Fraction:
-        if fabric.size > LARGEST_EXACT:
+        if fabric.size > MOST_BOUNDED or not 0 < self.height < fabric.size:
             raise PlanError(
-                f"trees of a height are counted among up to {LARGEST_EXACT} ranks, not {fabric.size}"
+                f"a limit of heights needs up to {MOST_BOUNDED} ranks and a height below their number, got "
+                f"{fabric.size} ranks and height {self.height}"
             )
         inside, across = hop_start_ups(fabric, [(rank,) for rank in range(fabric.size)], start_ups)
         if self.chain > (self.height + 1) * min(inside, across) * (1 + TOLERANCE):
@@ -141,7 +143,9 @@ class HeightLimit(ChainLimit):
         return capacity_of([Fraction(length) for length in lengths], fabric) / least
 
     def _least(self, cost: NDArray[np.int64], collective: str, root: int | None) -> Fraction:
-        """Return the least length that a byte of the buffer uses."""
+        """Return the least length that a byte of the buffer uses, or a bound below it."""
+        if len(cost) > LARGEST_EXACT:
+            return self._bounded(cost, collective, root)
         down = HopLimitedTrees(cost, self.height).costs.tolist()
         up = HopLimitedTrees(cost.T.copy(), self.height).costs.tolist()
         if collective in ("broadcast", "reduce"):
@@ -150,6 +154,17 @@ class HeightLimit(ChainLimit):
         if collective in ("allgather", "reduce_scatter"):
             return Fraction(sum(down if collective == "allgather" else up), len(down))
         return Fraction(max(*down, *up))
+
+    def _bounded(self, cost: NDArray[np.int64], collective: str, root: int | None) -> Fraction:
+        ranks = range(len(cost))
+        if collective == "allreduce":
+            found = [least_hops(cost, self.height, ranks)]
+        else:
+            away = cost if collective in ("broadcast", "allgather") else cost.T
+            found = [least_hops(away, self.height, (rank,)) for rank in (ranks if root is None else (root,))]
+        if max(found) >= UNREACHABLE:
+            raise PlanError(f"trees of height {self.height} do not reach all ranks")
+        return Fraction(sum(found), len(found))
 
     def to_object(self) -> dict[str, object]:
         lengths = [list(one) for one in self.lengths]
@@ -222,6 +237,9 @@ class StartLimit:
 
 Limit = ChainLimit | StartLimit
 """A limit of a plan file."""
+
+MOST_BOUNDED = 64
+"""Most ranks of a limit of heights."""
 
 MOST_EXITS = 8
 """Most ranks next to one whose sets are enumerated."""

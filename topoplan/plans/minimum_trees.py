@@ -8,6 +8,7 @@
   hung[h][v, A] + tree[h][v, S - A]. The 3^N pairs (S, A) take milliseconds for N = 8. The problem is NP-hard.
 - Steiner arborescences: the best spanning one over the terminals and a set of inner vertices (Hakimi 1971), over
   all sets. Inner vertices that can be swapped without changing distances count once: twenty equal helpers give 21 sets.
+- Limited height among many ranks: a lower bound by dual ascent (Wong 1984), over hops with levels from 1 to h.
 """
 
 from __future__ import annotations
@@ -368,3 +369,79 @@ def _spanning_exactly(
             parents[vertex] = -1
         loose = {vertex for vertex in chosen if parents[vertex] >= 0} - set(parents)
     return parents
+
+
+def least_hops(cost: NDArray[np.int64], height: int, sources: Sequence[int]) -> int:
+    """Return a lower bound on the cost of hops by which every source reaches all ranks in ``height`` hops or fewer.
+
+    A hop's level is the number of hops in the longest chain that ends with it. Waiting is free, so a chain from a
+    source to a rank is a path from level 0 to level ``height``. If a rank at the last level has such paths from some
+    sources only, hops must enter the set of states from which it is reached at no cost. The least cost of a hop into
+    the set counts, and all these become cheaper by as much; of all ranks the one with the fewest such hops is next.
+    Each hop pays no more than its cost, so the sum is a bound. `UNREACHABLE` if some rank is not reached.
+
+    cost: (N, N) int64 of 0 or more, `UNREACHABLE` for no hop.
+
+    Four ranks around a ring: three hops of a tree from rank 0; at least five from all to all, where two rounds of
+    exchanges in pairs are eight.
+
+    >>> ring = np.full((4, 4), UNREACHABLE)
+    >>> for rank in range(4):
+    ...     ring[rank, [rank - 1, (rank + 1) % 4]] = 1
+    >>> least_hops(ring, 2, [0]), least_hops(ring, 2, range(4)), least_hops(ring, 1, [0]) >= 1 << 40
+    (3, 5, True)
+    """
+    size = len(cost)
+    wanted = sum(1 << rank for rank in sources)
+    into = [
+        {
+            tail: int(cost[tail, rank])
+            for tail in range(size)
+            if tail != rank and cost[tail, rank] < UNREACHABLE
+        }
+        for rank in range(size)
+    ]
+    tails = [sum(1 << tail for tail in row) for row in into]
+    left = [[dict(row) for row in into] for _ in range(height)]
+    free = [
+        [sum(1 << tail for tail, price in row.items() if not price) for row in into] for _ in range(height)
+    ]
+    waiting = list(range(size))
+    total = 0
+    while True:
+        fewest, entering = 0, None
+        unserved = []
+        for rank in waiting:
+            reach = 1 << rank
+            hops: list[tuple[int, int, int]] = []  # level, head, tails
+            for level in range(height - 1, -1, -1):
+                heads = _members(reach)
+                for head in heads:
+                    reach |= free[level][head]
+                hops += [(level, head, tails[head] & ~reach) for head in heads if tails[head] & ~reach]
+            if wanted & ~reach:
+                unserved.append(rank)
+                count = sum(mask.bit_count() for _, _, mask in hops)
+                if entering is None or count < fewest:
+                    fewest, entering = count, hops
+        if entering is None:
+            return total
+        if not entering:
+            return int(UNREACHABLE)
+        waiting = unserved
+        least = min(left[level][head][tail] for level, head, mask in entering for tail in _members(mask))
+        total += least
+        for level, head, mask in entering:
+            for tail in _members(mask):
+                left[level][head][tail] -= least
+                if not left[level][head][tail]:
+                    free[level][head] |= 1 << tail
+
+
+def _members(mask: int) -> list[int]:
+    """Return the numbers of the bits that are set."""
+    members = []
+    while mask:
+        members.append((mask & -mask).bit_length() - 1)
+        mask &= mask - 1
+    return members

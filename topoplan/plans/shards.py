@@ -75,7 +75,8 @@ class Stage:
 
     ``op`` is reduce (data runs from child to parent), broadcast (from parent to child), or gather: the root's elements
     or chosen entries run to all ranks of the tree, which add them to their own. Consecutive gathers of a shard are one
-    exchange: every root sends its state from before anything arrived. ``entries`` is the bytes of entries that cross
+    exchange: every root sends its state from before anything arrived. Of elements, only roots that receive from all add
+    them up; other ranks forward, and a broadcast gives them the total. ``entries`` is the bytes of entries that cross
     an edge for each byte of the shard; None for elements. In a reduce of entries every parent adds up the arriving ones
     and forwards as many, the largest.
     """

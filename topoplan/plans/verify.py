@@ -4,13 +4,14 @@ Recomputed are the trees, the postcondition (every rank ends with each contribut
 the rate, and the bound that the certificate proves. Contributions are counted: rank r starts with one of its own,
 which its buffer holds even if the collective does not use it; a reduce edge adds the child's counts to the parent's, a
 broadcast edge replaces the child's by the parent's, and a gather adds its root's state from before the exchange to
-every rank of its tree. Entries count as the elements that they represent.
+every rank of its tree. Entries count as the elements that they represent. Ranks that only forward elements between
+others are counted too, but a broadcast must replace what they hold.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
@@ -407,7 +408,11 @@ def _only_channel(shard: Shard, number: int, fabric: Fabric) -> str:
 
 
 def _check_exchanges(plan: Plan) -> None:
-    """Check the condition for equal bits on all ranks: in an exchange all add up elements of the same ranks."""
+    """Check the condition for equal bits on all ranks: what is used was added up from elements of the same ranks.
+
+    A rank of an exchange that does not send, or to which not all do, only forwards. A broadcast must replace its
+    elements before they are used.
+    """
     if not plan.exchanges:
         return
     if plan.collective != "allreduce":
@@ -416,16 +421,40 @@ def _check_exchanges(plan: Plan) -> None:
 
     rounds(plan)  # rejects shards that cannot run in parallel
     for number, shard in enumerate(plan.shards):
-        for position, roots, reached in exchanged(shard):
-            for rank, senders in sorted(reached.items()):
-                if senders != roots:
-                    raise PlanError(
-                        f"adds up elements of {len(senders)} of {len(roots)} ranks of an exchange, so its sum has "
-                        "other bits; every rank of an exchange must send to all",
-                        shard=number,
-                        stage=position,
-                        rank=rank,
-                    )
+        forwarded: dict[int, str] = {}
+        found = {place: (roots, reached) for place, roots, reached in exchanged(shard)}
+        for position, stage in enumerate(shard.stages):
+            used = [stage.root]
+            if stage.op == "reduce":
+                used += [edge.child for edge in stage.edges] + [edge.parent for edge in stage.edges]
+            if stage.op != "gather":
+                _check_used(used, forwarded, number, position)
+            elif position in found:
+                roots, reached = found[position]
+                _check_used(roots, forwarded, number, position)
+                adding = ranks_that_add(roots, reached)
+                forwarded |= {
+                    rank: f"{len(senders)} of {len(roots)} ranks"
+                    for rank, senders in reached.items()
+                    if rank not in adding
+                }
+            if stage.op == "broadcast":
+                for edge in stage.edges:
+                    forwarded.pop(edge.child, None)
+        _check_used(range(len(plan.ranks)), forwarded, number, len(shard.stages) - 1)
+
+
+def _check_used(ranks: Iterable[int], forwarded: dict[int, str], shard: int, stage: int) -> None:
+    """Raise PlanError if elements of ranks that only forward are used."""
+    wrong = next((rank for rank in ranks if rank in forwarded), None)
+    if wrong is not None:
+        raise PlanError(
+            f"adds up elements of {forwarded[wrong]} of an exchange, so its sum has other bits; every rank of an "
+            "exchange must send to all, or receive the total before it is used",
+            shard=shard,
+            stage=stage,
+            rank=wrong,
+        )
 
 
 def exchanged(shard: Shard) -> Iterator[tuple[int, list[int], dict[int, list[int]]]]:
@@ -441,6 +470,11 @@ def exchanged(shard: Shard) -> Iterator[tuple[int, list[int], dict[int, list[int
                     reached.setdefault(rank, []).append(stage.root)
             yield position, roots, reached
         position += len(stages)
+
+
+def ranks_that_add(roots: Sequence[int], reached: Mapping[int, Sequence[int]]) -> frozenset[int]:
+    """Return the ranks of an exchange that send and receive from all; others only forward."""
+    return frozenset(rank for rank in roots if list(reached[rank]) == list(roots))
 
 
 def _check_sparse(plan: Plan, fabric: Fabric) -> None:

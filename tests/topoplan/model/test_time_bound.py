@@ -15,10 +15,18 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.checkout import Run
+from tests.support.regular_fabrics import wire
 from tests.support.small_fabrics import COLLECTIVES, direct_machines, switched_machines
 from topoplan import PlanError, SizePlans, Topology
 from topoplan.machine.fabric import Fabric
-from topoplan.model.candidates import ONE_BUFFER, _exits, candidates, chain_limits
+from topoplan.model.candidates import (
+    ONE_BUFFER,
+    _disjoint_forests,
+    _exits,
+    _heights,
+    candidates,
+    chain_limits,
+)
 from topoplan.model.closed_form import pipeline
 from topoplan.model.dataflow import LAUNCH, START_UP, dataflow
 from topoplan.model.schedule_selection import ScheduleChoice, choose_by_size
@@ -66,10 +74,14 @@ def check_candidates(choice: ScheduleChoice) -> None:
         ("dgx-2", "allgather", [(1, 160)]),
         ("dgx-1v", "broadcast", [(2, 50), (3, 125), (4, 150)]),
         ("dgx-1v", "allgather", [(2, "1200/7")]),
+        ("mi250", "broadcast", [(5, 150), (6, 200), (8, 250), (9, 300)]),
     ],
 )
 def test_best_rates_by_hops(name: str, collective: str, steps: list[tuple[int, int | str]]) -> None:
-    """DGX-1V from GPU 0: height 2, 3, 4 give 50, 125, 150; a star of N ranks receives N - 1 buffers at each port."""
+    """DGX-1V from GPU 0: height 2, 3, 4 give 50, 125, 150; a star of N ranks receives N - 1 buffers at each port.
+
+    Sixteen ranks of an MI250 host have trees of all these heights and rates.
+    """
     found = bound_of(topoplan.load(name), collective).steps
     assert [rate for _, rate in found] == [Fraction(rate) for _, rate in steps]
     assert [chain for chain, _ in found] == pytest.approx([hops * HOP for hops, _ in steps])
@@ -80,6 +92,11 @@ def test_best_rates_by_hops(name: str, collective: str, steps: list[tuple[int, i
     [
         ("torus:9@25", "broadcast", [(4, 25), (8, 50)]),
         ("torus:27@25", "reduce", [(13, 25), (26, 50)]),
+        (
+            "torus:27@25",
+            "allreduce",
+            [(13, "450/91"), (14, "25/2"), (17, 25), (26, "675/26")],
+        ),
         ("torus:9@25", "allreduce", [(4, "25/2"), (5, 25), (8, "225/8")]),
         ("torus:3,3@25", "allreduce", [(2, 25), (3, "225/4")]),
         ("torus:3,3,3@25", "broadcast", [(3, 50), (4, 150)]),
@@ -164,6 +181,34 @@ def test_no_schedule_is_above_a_limit_of_exits(name: str, collective: str) -> No
     assert held
 
 
+@pytest.mark.parametrize(
+    ("name", "collective"),
+    [
+        ("mi250", "broadcast"),
+        ("mi250", "allreduce"),
+        ("torus:11", "reduce"),
+        ("torus:4,4", "broadcast"),
+    ],
+)
+def test_no_schedule_is_above_a_limit_of_heights(name: str, collective: str) -> None:
+    """Optimal trees, lower ones and disjoint ones, among more ranks than have tables."""
+    best = topoplan.plan(name, collective)
+    made = [best, *_disjoint_forests(best, None), topoplan.lowest_tree(name, collective)]
+    fabric = Fabric(best.topology, best.channels)
+    start_ups = least_start_ups(fabric)
+    diameter = start_up_diameter(fabric, collective, best.root)
+    below = [(max(lane.chain for lane in pipeline(dataflow(plan)).lanes), plan.rate) for plan in made]
+    held = 0
+    for limit in _heights(fabric, collective, best.root, start_ups, diameter):
+        bound = limit.bound(fabric, collective, best.root, start_ups)
+        assert limit_from_object(limit.to_object()) == limit
+        for chain, rate in below:
+            if chain < limit.chain * (1 - TOLERANCE):
+                assert rate <= bound * (1 + TOLERANCE)
+                held += 1
+    assert held
+
+
 def test_a_file_without_limits_of_exits_still_verifies() -> None:
     """Limits are in the file, so a bound that an earlier version proved is recomputed as it was."""
     plans = topoplan.plan_by_size("torus:9", sizes=[1 << 20])
@@ -213,6 +258,22 @@ def test_no_candidate_is_below_the_bound(machine: Topology, collective: str) -> 
     check_candidates(choose_by_size(machine, collective, sizes=[1 << 10, 1 << 26]))
 
 
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_helpers_copy_and_add_so_chains_have_no_limits(collective: str) -> None:
+    """Twelve ranks around one helper: it adds up their buffers, and sends the sum to all."""
+    gpus = [topoplan.Device(f"gpu{rank}", "gpu") for rank in range(12)]
+    links = [link for gpu in gpus for link in wire(gpu.name, "helper0", "network", 10.0)]
+    hub = Topology("hub", (*gpus, topoplan.Device("helper0", "helper")), tuple(links))
+    choice = choose_by_size(hub, collective, sizes=[1 << 10, 1 << 15, 1 << 20, 1 << 26])
+    check_candidates(choice)
+    times = choice.plans.times
+    assert times is not None
+    assert times.limits == ()
+    limit = GroupLimit(7.2e-5, "ranks", ("gpu0",))
+    with pytest.raises(PlanError, match="chain limits need one kind of wire, no helpers"):
+        check_times(replace(choice.plans, times=replace(times, limits=(limit,))))
+
+
 def test_what_a_chain_of_some_length_can_do() -> None:
     """Between two groups a chain that returns does not help; between more, two hops pass a third."""
     assert crossings_of(2.5, 1, 1, two=True) == "half"
@@ -241,6 +302,22 @@ def test_what_proves_nothing_is_refused(limit: GroupLimit | HeightLimit | ExitLi
     fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
     with pytest.raises(PlanError, match=told):
         limit.bound(fabric, "allreduce", None, least_start_ups(fabric))
+
+
+def test_limits_of_heights_need_a_height_that_reaches_all() -> None:
+    ring = Fabric(topoplan.load("torus:27"), ("network",))
+    lengths = tuple((link.src, link.dst, 1) for link in ring.links)
+    for name, height, told in (
+        ("torus:65", 1, "needs up to 64 ranks and a height below their number, got 65 ranks"),
+        ("torus:27", 0, "got 27 ranks and height 0"),
+        ("torus:27", 12, "trees of height 12 do not reach all ranks"),
+    ):
+        fabric = Fabric(topoplan.load(name), ("network",))
+        for collective, root in (("broadcast", 3), ("allreduce", None), ("reduce_scatter", None)):
+            with pytest.raises(PlanError, match=told):
+                HeightLimit(1e-6, height, lengths).bound(fabric, collective, root, least_start_ups(fabric))
+    with pytest.raises(PlanError, match="have no length"):
+        HeightLimit(1e-6, 13, ()).bound(ring, "allreduce", None, least_start_ups(ring))
 
 
 def test_limits_of_exits_need_direct_wires_and_one_buffer() -> None:

@@ -23,10 +23,12 @@ from topoplan.machine.fabric import Fabric
 from topoplan.model.closed_form import clock
 from topoplan.model.dataflow import LAUNCH, START_UP
 from topoplan.model.event_simulation import run_events
-from topoplan.plans.shards import Shard
+from topoplan.plans.shards import Shard, Stage
+from topoplan.plans.verify import _check_exchanges
 from topoplan.reading.load import library
 from topoplan.schedules.hierarchical import grid_exchange
 from topoplan.schedules.low_latency import _spread, lowest_tree, one_shot_along, one_shot_servers
+from topoplan.schedules.owner_exchange import owner_exchanges
 from topoplan.schedules.parameter_server import KEYS, HashRing, parameter_server
 from topoplan.schedules.ring_forest import shortest_route
 from topoplan.schedules.routes import LeastLoaded
@@ -213,6 +215,87 @@ def test_a_rank_that_adds_up_less_is_refused() -> None:
     halves = tuple(Shard(Fraction(1, 2), stages) for stages in (shard.stages, of_trees))
     with pytest.raises(PlanError, match="all shards of a plan with exchanges take the same rounds"):
         topoplan.verify(replace(plan, shards=halves))
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("torus:9@25", [(1, 5, 12.5), (3, 5, 15)]),
+        ("torus:3,3,3@25", [(1, 4, 8.3333), (1, 5, 25), (3, 4, 25), (4, 5, 33.3333)]),
+    ],
+)
+def test_a_few_owners_exchange_what_their_neighbours_have(
+    name: str, found: list[tuple[int, int, float]]
+) -> None:
+    """Parts, hops and rates: radius twice, and the distance of owners; ranks in between forward and hold the total.
+
+    Three owners around nine ranks are three hops apart, with one rank on either side. All ranks end with equal bits.
+    """
+    made = owner_exchanges(topoplan.plan(name))
+    assert [(len(one.shards), one.depth, one.rate) for one in made] == [
+        (parts, hops, pytest.approx(rate, rel=1e-4)) for parts, hops, rate in found
+    ]
+    network = START_UP["network"]
+    for one in made:
+        assert topoplan.verify(Plan.from_json(one.to_json())).rate == one.rate
+        assert topoplan.simulate(one, nbytes=0).seconds >= LAUNCH + one.depth * network * (1 - 1e-9)
+    given = [
+        np.float32(1) / np.arange(1 + rank, 200 + rank, dtype=np.float32)
+        for rank in range(len(made[-1].ranks))
+    ]
+    with Communicator(made[-1]) as comm:
+        totals = comm.all_reduce([part.copy() for part in given])
+    assert all(np.array_equal(total, totals[0]) for total in totals)
+    assert np.allclose(totals[0], np.sum(given, axis=0, dtype=np.float64))
+
+
+@pytest.mark.sampled
+@settings(max_examples=30, deadline=None)
+@given(direct_machines(most=7, symmetric=True))
+def test_owners_on_any_direct_links(topology: Topology) -> None:
+    best = topoplan.plan(topology)
+    for one in owner_exchanges(best):
+        assert topoplan.verify(one).rate <= best.bound
+
+
+def test_owners_need_direct_links_and_an_allreduce() -> None:
+    assert owner_exchanges(topoplan.plan("dgx-2")) == []
+    assert owner_exchanges(topoplan.plan("dgx-1v", "broadcast")) == []
+
+
+def test_a_rank_that_forwards_has_the_total_before_it_is_used() -> None:
+    """Elements between owners have other bits: refused at the end, when sent, when added up, and when exchanged."""
+    plan = owner_exchanges(topoplan.plan("torus:9@25"))[0]
+    (shard,) = plan.shards
+    up, across, down = (shard.stages[start : start + 3] for start in (0, 3, 6))
+    (relay,) = (edge.child for edge in across[0].edges if edge.child == 1)
+    (link,) = (edge for edge in down[0].edges if edge.child == relay)
+    assert across[0].root == link.parent == 0
+    back = replace(down[0], op="reduce", edges=(link,))
+    sent = replace(down[0], root=relay, edges=(replace(link, parent=relay, child=0, route=link.route[::-1]),))
+    again = replace(down[0], op="gather", root=relay, edges=())
+    for stages in (
+        (*up, *across, *down[1:], replace(down[0], edges=down[0].edges[:0])),
+        (*up, *across, sent, *down),
+        (*up, *across, back, *down),
+        (*up, *across, replace(down[1], edges=()), again, *down),
+    ):
+        spoiled = replace(plan, shards=(replace(shard, stages=stages),))
+        with pytest.raises(PlanError, match=r"contribution of rank|so its sum has other bits"):
+            topoplan.verify(spoiled)
+        with pytest.raises(PlanError, match="or receive the total before it is used"):
+            _check_exchanges(spoiled)
+
+
+def test_a_rank_that_receives_from_all_and_does_not_send_only_forwards() -> None:
+    """It would add its own elements by the counts, and a back end does not: rank 0's sum is then spread by rank 1."""
+    plan = one_shot_plan("v100x4", gpus=[0, 1])
+    (shard,) = plan.shards
+    edge = shard.stages[0].edges[0]
+    back = replace(edge, parent=1, child=0, route=edge.route[::-1])
+    stages = (shard.stages[0], Stage("broadcast", 1, (back,)))
+    with pytest.raises(PlanError, match="adds up elements of 1 of 1 ranks of an exchange"):
+        topoplan.verify(replace(plan, shards=(replace(shard, stages=stages),)))
 
 
 def test_what_it_is_not_for_is_one_clear_line() -> None:

@@ -20,6 +20,7 @@ from topoplan.plans.minimum_trees import (
     HopLimitedTrees,
     cheapest_arborescence,
     cheapest_spanning_tree,
+    least_hops,
 )
 from topoplan.solve.hop_constrained_search import low_arborescences, lowest_heights
 from topoplan.solve.packing.packing_program import Packing, Pricing, length_of
@@ -79,6 +80,24 @@ def test_missing_arcs_are_not_used(cost: Matrix, data: st.DataObject) -> None:
             assert not set(tables.tree(root)) & missing
         else:
             assert tables.costs[root] == UNREACHABLE
+
+
+@given(costs(least=3), st.integers(1, 4), st.integers(1, 4), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_bound_on_hops_is_below_trees_and_pairs_of_trees(
+    cost: Matrix, up: int, down: int, data: st.DataObject
+) -> None:
+    """From one rank no tree of that height is cheaper; from all to all no way up a tree and down another."""
+    size = len(cost)
+    table = np.array(cost, dtype=np.int64)
+    for u, v in data.draw(st.sets(st.tuples(st.integers(0, size - 1), st.integers(0, size - 1)), max_size=4)):
+        table[u, v] = UNREACHABLE
+    there, back = HopLimitedTrees(table.T.copy(), up).costs, HopLimitedTrees(table, down).costs
+    for root in range(size):
+        found = least_hops(table, down, [root])
+        assert found <= back[root]
+        assert (found >= UNREACHABLE) == (back[root] >= UNREACHABLE)
+        assert least_hops(table, up + down, range(size)) <= there[root] + back[root]
 
 
 @given(costs(most=7, largest=20))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.checkout import Run
 from tests.support.refusals import refused
-from tests.support.small_fabrics import COLLECTIVES, ROOTED, both_ways, machine
+from tests.support.small_fabrics import COLLECTIVES, ROOTED, both_ways, direct_machines, machine
 from topoplan.cli.plan import plan_lines
 from topoplan.errors import InfeasibleError, Note, UsageError, kind_of
 from topoplan.machine.fabric import Fabric, usable_fabric
@@ -24,7 +25,9 @@ from topoplan.machine.topology import Link, Topology
 from topoplan.plans.certificates.certificate import Trivial
 from topoplan.plans.loads import forest_rate
 from topoplan.solve.packing.exact import pack_exact
+from topoplan.solve.planner import disjoint_forest
 from topoplan.solve.search_control import Deadline
+from topoplan.units import TOLERANCE
 
 DGX = topoplan.load("dgx-1v")
 
@@ -188,6 +191,52 @@ def test_few_trees_are_few_at_the_same_rate(name: str, collective: str, most: in
     made = topoplan.plan(name, collective, order="trees")
     assert topoplan.verify(made).optimal
     assert made.num_trees <= most
+
+
+@pytest.mark.parametrize("collective", ROOTED)
+@pytest.mark.parametrize(
+    ("name", "height", "trees"),
+    [
+        ("torus:3,3,3@25", 4, 6),
+        ("torus:4,4,4@25", 7, 6),
+        ("torus:3,3", 3, 4),
+        ("torus:9", 4, 1),
+        ("torus:9", 8, 2),
+    ],
+)
+def test_disjoint_trees_are_low_and_fill_the_wires(
+    name: str, height: int, trees: int, collective: str
+) -> None:
+    """As many as the wires of a rank, in fewer hops than the forests of the packing program: 7 for 64 ranks."""
+    best = topoplan.plan(name, collective)
+    made = disjoint_forest(best, height)
+    assert made is not None
+    assert (made.num_trees, made.height) == (trees, height)
+    (wire,) = {link.bandwidth for link in Fabric(best.topology, best.channels).links}
+    assert made.rate == pytest.approx(trees * wire)
+    assert topoplan.verify(made).rate == made.rate
+    assert disjoint_forest(best, height, above=trees) is None
+
+
+@pytest.mark.sampled
+@settings(max_examples=40, deadline=None)
+@given(direct_machines(), st.integers(1, 4), st.sampled_from(ROOTED))
+def test_disjoint_trees_on_any_direct_links(topology: Topology, height: int, collective: str) -> None:
+    """Trees of at most the height asked for, of equal shares, on links of any width; they verify below the bound."""
+    best = topoplan.plan(topology, collective)
+    made = disjoint_forest(best, height)
+    if made is None:
+        return
+    report = topoplan.verify(made)
+    assert report.rate <= best.bound
+    assert made.height <= height
+    widths = [int(link.bandwidth) for link in topology.links]
+    assert made.rate >= made.num_trees * math.gcd(*widths) * (1 - TOLERANCE)
+
+
+def test_disjoint_trees_need_a_root_and_direct_links() -> None:
+    assert disjoint_forest(topoplan.plan("dgx-1v"), 4) is None
+    assert disjoint_forest(topoplan.plan("dgx-2", "broadcast"), 4) is None
 
 
 def measured(topology: Topology) -> Topology:

@@ -12,11 +12,16 @@ symmetric links.
 Integer programming (Blink 3.2.1) follows multiplicative weights: every tree gets a whole multiple of a unit: 0 or 1
 times one link's bandwidth; below (1 - threshold) of the rate any whole number; then a half, a third, … of a link.
 On the first unit that reaches the threshold the largest rate is taken, and for it the lowest trees.
+
+Disjoint trees of limited height (`disjoint_trees`): every tree has a unit of bandwidth of each of its links. Of all
+trees at once, level by level, each rank joins as many as it can. A tree and a unit of a link into the rank are matched
+if the link starts at a rank above it in the tree. No link leads into two ranks, so a rank's matching leaves those of
+others as they are. A tree that a later matching moves to another link keeps its depth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
@@ -283,3 +288,108 @@ def _whole_packing(
     if result.x is None:
         return None
     return np.rint(result.x).astype(np.int64)
+
+
+DISJOINT_TRIES = 12
+"""Random orders of trees and links that are tried for each number of them."""
+
+MOST_DISJOINT = 32
+"""Most trees that are grown together."""
+
+
+def disjoint_trees(packing: Packing, height: int, *, above: int = 0) -> dict[TreeColumn, Fraction] | None:
+    """Return weights of one unit each of trees of at most ``height`` edges; None if no more than ``above`` are found.
+
+    ``packing`` is of a broadcast or reduce on direct links, without symmetries. A unit is the common divisor of all
+    capacities, or the smallest if that is too fine. O(tries x trees x (trees + units) x links), and no proof that more
+    trees do not exist.
+    """
+    fabric, (root,) = packing.fabric, packing.roots
+    unit = reduce(gcd, packing.limits)
+    if max(packing.limits) > MOST_DISJOINT * unit:
+        unit = min(packing.limits)
+    outward = packing.collective == "broadcast"
+    room: dict[tuple[int, int], int] = {}
+    for (src, dst), limit in zip(fabric.ends, packing.limits, strict=True):
+        ends = (src, dst) if outward else (dst, src)
+        room[ends] = max(limit // unit, room.get(ends, 0))
+    sources: list[list[int]] = [[] for _ in fabric.ranks]
+    for (near, far), units in sorted(room.items()):
+        sources[far] += [near] * min(units, MOST_DISJOINT)
+    most = min([MOST_DISJOINT, *(len(each) for rank, each in enumerate(sources) if rank != root)])
+    found: list[list[int]] = []
+    for count in range(above + 1, most + 1):
+        random = RandomStream(count)
+        tries = (_grown(sources, root, count, height, random) for _ in range(DISJOINT_TRIES))
+        more = next((trees for trees in tries if trees), None)
+        if more is None:
+            break
+        found = more
+    if not found:
+        return None
+    parents = [(root, (), tree) if outward else (root, tree, ()) for tree in found]
+    weights: dict[TreeColumn, Fraction] = {}
+    for column in packing.trees(parents, packing.routes([1] * len(packing.limits))):
+        weights[column] = weights.get(column, Fraction(0)) + 1
+    return weights
+
+
+def _grown(
+    sources: Sequence[Sequence[int]], root: int, count: int, height: int, random: RandomStream
+) -> list[list[int]]:
+    """Return the parents of every rank in each of ``count`` trees, -1 for the root; nothing if some rank stays out.
+
+    ``sources`` has for every rank the ranks from which a unit leads to it, once for each unit.
+    """
+    size = len(sources)
+    depth = [[0 if rank == root else height + 1 for rank in range(size)] for _ in range(count)]
+    chosen: list[dict[int, int]] = [{} for _ in range(size)]  # of every rank: unit -> tree
+    left = [size - 1] * count
+    for level in range(1, height + 1):
+        joined: list[tuple[int, int]] = []
+        noise = random.whole(count * size, size).tolist()
+        for rank in range(size):
+            if rank == root:
+                continue
+            waiting = [tree for tree in range(count) if depth[tree][rank] > height]
+            waiting.sort(key=lambda tree: (-left[tree], noise[tree * size + rank], tree))
+            first = noise[rank] % len(sources[rank])
+            order = [*range(first, len(sources[rank])), *range(first)]
+            for tree in waiting:
+                if _join(tree, rank, level, sources[rank], order, depth, chosen[rank], set()):
+                    joined.append((tree, rank))
+                    left[tree] -= 1
+        for tree, rank in joined:
+            depth[tree][rank] = level
+    if any(left):
+        return []
+    parents = [[-1] * size for _ in range(count)]
+    for rank, units in enumerate(chosen):
+        for unit, tree in units.items():
+            parents[tree][rank] = sources[rank][unit]
+    return parents
+
+
+def _join(
+    tree: int,
+    rank: int,
+    level: int,
+    sources: Sequence[int],
+    order: Sequence[int],
+    depth: Sequence[Sequence[int]],
+    chosen: dict[int, int],
+    seen: set[int],
+) -> bool:
+    """Give the tree a unit into a rank, and other units to trees that had it before; return whether that is possible.
+
+    The rank keeps its depth in every tree, and takes ``level`` if it is new there.
+    """
+    below = min(level, depth[tree][rank])
+    for unit in order:
+        if unit in seen or depth[tree][sources[unit]] >= below:
+            continue
+        seen.add(unit)
+        if unit not in chosen or _join(chosen[unit], rank, level, sources, order, depth, chosen, seen):
+            chosen[unit] = tree
+            return True
+    return False
