@@ -5,9 +5,11 @@ VENV ?= .venv
 CUDA ?= cuda13
 SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Without --no-compile pip compiles all modules of all packages, most of which nothing imports.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # Tests of one file share what it has made, and run in one process.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+COLLECT := $(BIN)/python -m pytest -qq --collect-only > /dev/null
 # They start many processes, which must not compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -73,6 +75,8 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
 	$(INSTALL) -e ".[test]"
+	# compiles once what each process of the tests imports
+	$(COLLECT) tests/topoplan topoplan & $(COLLECT) --ignore=tests/topoplan tests collectives; wait
 	touch $@
 
 $(VENV)/.gpu: pyproject.toml | $(BIN)/python
