@@ -150,7 +150,7 @@ def _compiled_for(source: str, capability: int) -> bytes:
 
 
 def compile_cached(source: str, architecture: int, *, to: Literal["ptx", "cubin"], nvrtc: Nvrtc) -> bytes:
-    """Return the code of `compile_source`, from the folder of compiled kernels if another process has stored it there."""
+    """Return the code of `compile_source`, from the folder of compiled kernels if a process has stored it there."""
     user = cache_directory()
     folder = os.environ.get(CACHE, str(user / "kernels") if user else "")
     if not folder:
