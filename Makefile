@@ -9,8 +9,9 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # Tests of one file share what it has made, and run in one process.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+# Collection compiles what the tests import, once instead of in each of their processes.
 COLLECT := $(BIN)/python -m pytest -qq --collect-only > /dev/null
-# They start many processes, which must not compile all modules anew.
+# The tests start many processes, which must not compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo train test test-all test-long test-random test-gpu lint docs bench wheel clean
@@ -75,7 +76,6 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
 	$(INSTALL) -e ".[test]"
-	# compiles once what each process of the tests imports
 	$(COLLECT) tests/topoplan topoplan & $(COLLECT) --ignore=tests/topoplan tests collectives; wait
 	touch $@
 
