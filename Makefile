@@ -5,10 +5,13 @@ VENV ?= .venv
 CUDA ?= cuda13
 SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Without --no-compile pip compiles all modules of all packages, most of which nothing imports.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # Tests of one file share what it has made, and run in one process.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
-# They start many processes, which must not compile all modules anew.
+# Collection compiles what the tests import, once instead of in each of their processes.
+COLLECT := $(BIN)/python -m pytest -qq --collect-only > /dev/null
+# The tests start many processes, which must not compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo train test test-all test-long test-random test-gpu lint docs bench wheel clean
@@ -73,6 +76,7 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
 	$(INSTALL) -e ".[test]"
+	$(COLLECT) tests/topoplan topoplan & $(COLLECT) --ignore=tests/topoplan tests collectives; wait
 	touch $@
 
 $(VENV)/.gpu: pyproject.toml | $(BIN)/python

@@ -35,8 +35,8 @@ collect_ignore_glob = ["bench/*", "faults/*", "jobs/*_ranks.py"]
 
 
 def pytest_configure() -> None:
-    """Processes find this checkout; kernels of an emulated compiler do not come into the user's cache."""
-    os.environ.setdefault("TOPOPLAN_KERNEL_CACHE", "")
+    """Processes find this checkout, and share the kernels that they compile, outside the user's cache."""
+    os.environ.setdefault("TOPOPLAN_KERNEL_CACHE", str(ROOT / "build" / "kernels"))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 

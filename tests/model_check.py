@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from collectives.peers.membership_state import (
@@ -139,14 +140,17 @@ class Rank:
 
     def copy(self) -> Rank:
         made = object.__new__(MembershipState)
-        for name, value in vars(self.state).items():
-            setattr(made, name, value.copy() if isinstance(value, dict | set | list) else value)
-        return Rank(made, *(getattr(self, name) for name in Rank.__slots__[1:-1]), self.inbox.copy())
+        vars(made).update(
+            {
+                name: value.copy() if isinstance(value, dict | set | list) else value
+                for name, value in vars(self.state).items()
+            }
+        )
+        return Rank(made, *_OWN(self), self.inbox.copy())
 
     def key(self) -> tuple[Any, ...]:
         """All of it that matters, hashable, without the time that has passed."""
-        found: list[Any] = [getattr(self, name) for name in Rank.__slots__[1:-1] if name != "clock"]
-        found.append(frozenset(self.inbox.items()))
+        found: list[Any] = [*_SEEN(self), frozenset(self.inbox.items())]
         for name, value in vars(self.state).items():
             if name in ("_since", "deadline"):
                 found.append(value - self.clock)
@@ -168,6 +172,8 @@ class Rank:
             self.memberships = ()
 
 
+_OWN = attrgetter(*Rank.__slots__[1:-1])
+_SEEN = attrgetter(*(name for name in Rank.__slots__[1:-1] if name != "clock"))
 OVER = MembershipState()
 Action = tuple[Any, ...]
 Key = tuple[str, int, int]
@@ -453,8 +459,8 @@ class Explorer:
         cut = tuple(other for other in range(len(self.numbers)) if _pair(place, other) in world.cut)
         ended = tuple(other for other in range(len(self.numbers)) if ranks[other].over)
         known = (world.ranks[place], cut, ended, self._seen(ranks))
-        if known in self._steps:
-            return self._steps[known]
+        if (steps := self._steps.get(known)) is not None:
+            return steps
         arriving, losses = self._arriving(world, ranks, place)
         made: dict[tuple[int, Sent], str] = {}
         for counts in itertools.product(*(range(len(found) + 1) for _, found in arriving)):
@@ -470,8 +476,8 @@ class Explorer:
                         texts = [f"{one} of {key[1]}" for key, found in taken for one in found]
                         texts += [f"loss of {peer}" for peer, _ in lost]
                         made[after, sent] = ", ".join(texts) or "nothing"
-        self._steps[known] = [(name, after, sent) for (after, sent), name in made.items()]
-        return self._steps[known]
+        steps = self._steps[known] = [(name, after, sent) for (after, sent), name in made.items()]
+        return steps
 
     def _after(self, world: World, place: int, number: int, sent: Sent) -> World:
         """Return the state after an action of a rank, with its messages at their receivers."""
@@ -487,15 +493,15 @@ class Explorer:
         return world._replace(ranks=tuple(ranks))
 
     def _numbered(self, rank: Rank) -> int:
-        key = rank.key()
-        if key not in self._known:
-            self._known[key] = len(self.ranks)
+        number = self._known.setdefault(rank.key(), len(self.ranks))
+        if number == len(self.ranks):
             self.ranks.append(rank)
-        return self._known[key]
+        return number
 
     def _applied(self, number: int, action: Action) -> tuple[int, Sent]:
         """Return the number of a rank's state after an action, and what it sends."""
-        if (number, action) not in self._actions:
+        known = number, action
+        if (found := self._actions.get(known)) is None:
             rank = self.ranks[number].copy()
             own, sent = self.places.get(rank.state.rank, -1), []
             try:
@@ -506,7 +512,7 @@ class Explorer:
                 sent = [(one.peer, ("notice", own, 0), one.message) for one in rank.state.close()]
             for one in rank.state.take_outputs() if rank.place != "dead" else ():
                 if isinstance(one, Disconnect):
-                    rank.inbox = {key: found for key, found in rank.inbox.items() if key[0] == "to"}
+                    rank.inbox = {key: kept for key, kept in rank.inbox.items() if key[0] == "to"}
                 elif isinstance(one, Send):
                     sent.append((one.peer, ("to", own, rank.generation), one.message))
                 elif isinstance(one, Reply):
@@ -514,8 +520,8 @@ class Explorer:
             if rank.over:
                 rank.forget()
             posted = tuple((self.places[peer], key, message) for peer, key, message in sent)
-            self._actions[number, action] = self._numbered(rank), posted
-        return self._actions[number, action]
+            found = self._actions[known] = self._numbered(rank), posted
+        return found
 
     def _enter(self, rank: Rank) -> None:
         """Begin the next collective in the present membership, or shut down."""

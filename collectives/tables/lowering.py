@@ -116,7 +116,8 @@ def _shard_transfers(plan: Plan, shard: Shard, number: int, *, base: int) -> lis
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
     size = len(plan.ranks)
-    value = list(range(len(plan.vertices)))
+    vertices = len(plan.vertices)
+    value = list(range(vertices))
     sums: dict[tuple[int, int], int] = {}
     for position, stage in enumerate(shard.stages):
         if stage.op == "gather":
@@ -154,7 +155,7 @@ def _shard_transfers(plan: Plan, shard: Shard, number: int, *, base: int) -> lis
             writer[destination] = row
             if add:
                 operands = (value[destination], value[source])
-                value[destination] = sums.setdefault(operands, len(plan.vertices) + len(sums))
+                value[destination] = sums.setdefault(operands, vertices + len(sums))
             else:
                 value[destination] = value[source]
     if plan.collective in ("allreduce", "broadcast", "allgather"):

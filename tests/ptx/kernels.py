@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from collectives.tables.kernels.kernel_launch import compile_source
+from collectives.tables.kernels.kernel_launch import compile_cached, nvrtc_of_cupy
 from collectives.tables.kernels.source import (
     FEEDBACK_LINES,
     TELL_CALL,
@@ -45,7 +45,7 @@ def ptx(names: Iterable[str], architecture: int = ARCHITECTURE) -> str:
     wanted = list(names)
     source = next(make(wanted) for family, make in SOURCES.items() if wanted[0] in family)
     try:
-        return compile_source(source, architecture, to="ptx").code.decode()
+        return compile_cached(source, architecture, to="ptx", nvrtc=nvrtc_of_cupy()).decode()
     except UsageError as error:
         pytest.skip(str(error))
 

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstddef>
 #include <queue>
+#include <thread>
 
 #include "operations.h"
 #include "atomics.h"
@@ -574,7 +575,10 @@ struct Machine {
                 }
                 case CLOCK:
                     r[i.d[0]] = time(fault.steps + counted.before - steps);
-                    break;
+                    if (CHECKED || !keeps_lists) break;
+                    --steps, ++thread.pc;  // it has looked in vain for long: others should come to run
+                    ++idle;
+                    return true;
                 case SLEEP:
                     --steps, ++thread.pc;
                     unmake_ready(block, thread);
@@ -642,6 +646,7 @@ struct Machine {
     };
     std::priority_queue<Sleeper> sleepers;
     Word jumped = 0;  // nanoseconds in which all slept
+    uint32_t idle = 0;  // threads, one after another, that have looked at the real clock and done nothing else
 
     // What %globaltimer shows after so many instructions of all threads.
     Word time(Word steps) const {
@@ -741,8 +746,14 @@ struct Machine {
             auto& list = ready[starving];
             const auto [block, thread] = list[random.below((uint32_t)list.size())];
             const Word steps = way == 3 ? 1 << 20 : 1 + (random.next() >> 32) % (1u << random.below(8));
+            const uint32_t before = idle;
             if (!run(*block, *thread, steps)) return false;
             if (fault.steps > (Word)all.most_steps) return fail(ENDLESS, launch.code[thread->pc], *block, *thread);
+            if (idle == before) idle = 0;
+            if (idle > ready[0].size() + ready[1].size()) {  // all wait for other kernels or for the host
+                std::this_thread::sleep_for(std::chrono::microseconds(200));
+                idle = 0;
+            }
         }
         for (Block& block : blocks)
             if (block.ended < (uint32_t)launch.block_size) return stuck(block);

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import platform
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -160,14 +160,14 @@ def library() -> ctypes.CDLL:
     for part in sorted((*here.glob("*.cc"), *here.glob("*.h"))):
         seal.update(part.read_bytes())
     made = _BUILD / f"ptx-{seal.hexdigest()[:16]}.so"
-    if not made.exists():
-        _BUILD.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=_BUILD) as folder:
-            new = Path(folder) / made.name
-            subprocess.run(
-                [compiler, *flags, "-o", str(new), str(here / "machine.cc")], check=True, timeout=120
-            )
-            new.replace(made)  # whole for whoever else looks at it
+    _BUILD.mkdir(exist_ok=True)
+    with open(_BUILD / "ptx.lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process compiles, the others wait for it
+        if not made.exists():
+            new = made.with_suffix(".new")
+            command = [compiler, *flags, "-o", str(new), str(here / "machine.cc")]
+            subprocess.run(command, check=True, timeout=120)
+            new.replace(made)
     loaded = ctypes.CDLL(str(made))
     loaded.operation_name.restype = ctypes.c_char_p
     return loaded

@@ -13,6 +13,7 @@ import struct
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from types import ModuleType
 
@@ -88,6 +89,7 @@ class Machine:
         return slower * (self.alphas.get(pair, self.alpha) + nbytes / (rate * 1e9))
 
 
+@lru_cache(maxsize=512)
 def path_rate(wires: Topology, src: str, dst: str, peers: bool) -> float:
     """GB/s of a copy."""
     cpus = [device.name for device in wires.devices if device.kind == "cpu"]

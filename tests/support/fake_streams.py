@@ -156,6 +156,7 @@ class Machine:
         # CUDA's number of an error that a GPU has met: from then on nothing runs, and all that asks is told so
         self.fault = 0
         self.faults: dict[int, int] = {}  # so for one GPU
+        self.busy = False  # whether the GPUs do something else first: what is queued does not begin
         self.misuses: list[str] = []  # what NCCL forbids and was done
         # bytes of messages whose address is a multiple of 16, and of the others
         self.message_bytes = {True: 0, False: 0}
@@ -213,7 +214,7 @@ class Machine:
 
     def advance(self, most: int | None = None) -> None:
         with self.lock:
-            while not self.fault and (most is None or most > 0):
+            while not self.fault and not self.busy and (most is None or most > 0):
                 if not self._one():
                     return
                 if most is not None:

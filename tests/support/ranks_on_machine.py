@@ -19,7 +19,7 @@ import numpy as np
 from collectives.backends.backend import Call, RankArrays
 from collectives.backends.nccl.window_engine import WindowEngine
 from collectives.peers.control_plane import Signature
-from collectives.tables.kernels.kernel_launch import compile_source
+from collectives.tables.kernels.kernel_launch import compile_cached, nvrtc_of_cupy
 from collectives.tables.lowering import lower
 from collectives.tables.transfer_table import result_blocks
 from tests.ptx.kernels import ARCHITECTURE, SWITCHING, program
@@ -89,7 +89,7 @@ ARENA = 4 << 20  # bytes
 
 @cache
 def message_programs() -> dict[str, Program]:
-    return read(compile_source(MESSAGES, ARCHITECTURE, to="ptx").code.decode())
+    return read(compile_cached(MESSAGES, ARCHITECTURE, to="ptx", nvrtc=nvrtc_of_cupy()).decode())
 
 
 class Put:

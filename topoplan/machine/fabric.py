@@ -155,8 +155,9 @@ class Fabric:
     @cached_property
     def helpers(self) -> tuple[str, ...]:
         """Devices on usable links that add and copy but are not ranks."""
-        touched = {end for link in self.links for end in (link.src, link.dst)}
-        return tuple(d.name for d in self.topology.devices if d.kind == "helper" and d.name in touched)
+        named = [device.name for device in self.topology.devices if device.kind == "helper"]
+        touched = {end for link in self.links for end in (link.src, link.dst)} if named else set()
+        return tuple(name for name in named if name in touched)
 
     @cached_property
     def vertices(self) -> tuple[str, ...]:

@@ -108,27 +108,35 @@ def _found(links: Links | None) -> Links:
 
 
 def _best_order(fabric: Fabric, routes: DirectRoutes) -> tuple[int, ...] | None:
-    orders = [order for order in _candidate_orders(fabric, routes) if _joined(order, routes)]
-    if not orders:
+    candidates = [order for order in _candidate_orders(fabric, routes) if len(order) == fabric.size]
+    if not candidates:
         return None
-    load = _loads(fabric, routes, np.array(orders, dtype=np.int64))
+    orders = np.array(candidates, dtype=np.int64)
+    # a hop is one number, by which numpy sorts faster than by rows
+    numbers, places = np.unique(orders * fabric.size + np.roll(orders, -1, axis=1), return_inverse=True)
+    hops = [divmod(number, fabric.size) for number in numbers.tolist()]
+    hop_of_place = places.reshape(orders.shape)
+    found = [routes.shortest(tail, head, fabric.capacity) for tail, head in hops]
+    joined = np.array([hop is not None for hop in found])[hop_of_place].all(axis=1)
+    if not joined.any():
+        return None
+    load = _loads(found, len(fabric.links), hop_of_place[joined])
     worst = (load / np.array([float(c) for c in fabric.capacity])).max(axis=1)
-    return orders[int(np.lexsort((load.sum(axis=1), worst))[0])]
+    best = orders[joined][int(np.lexsort((load.sum(axis=1), worst))[0])]
+    return tuple(best.tolist())
 
 
 def _joined(order: tuple[int, ...], routes: DirectRoutes) -> bool:
     return all(routes.joined(*pair) for pair in ring_hops(order))
 
 
-def _loads(fabric: Fabric, routes: DirectRoutes, orders: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(orders, links): crossings of each link by a ring in each order."""
-    pairs = np.stack((orders, np.roll(orders, -1, axis=1)), axis=2).reshape(-1, 2)
-    hops, hop_of_place = np.unique(pairs, axis=0, return_inverse=True)
-    crossing = np.zeros((len(hops), len(fabric.links)), dtype=np.int64)
-    for number, (tail, head) in enumerate(hops.tolist()):
-        crossing[number, list(_found(routes.shortest(tail, head, fabric.capacity)))] = 1
-    load = np.zeros((len(orders), len(fabric.links)), dtype=np.int64)
-    for place in hop_of_place.reshape(orders.shape).T:
+def _loads(hops: Sequence[Links | None], links: int, orders: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(orders, links): crossings of each link by a ring in each order of hops."""
+    crossing = np.zeros((len(hops), links), dtype=np.int64)
+    for number, hop in enumerate(hops):
+        crossing[number, list(hop or ())] = 1
+    load = np.zeros((len(orders), links), dtype=np.int64)
+    for place in orders.T:
         load += crossing[place]
     return load
 

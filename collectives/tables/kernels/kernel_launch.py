@@ -146,15 +146,20 @@ def _compiled_for(source: str, capability: int) -> bytes:
             f'NVRTC {major}.{minor}; use a newer GPU, or pip install "topoplan[cuda12]" in place of cuda13'
         )
     architecture, kind = target
+    return compile_cached(source, architecture, to=kind, nvrtc=nvrtc)
+
+
+def compile_cached(source: str, architecture: int, *, to: Literal["ptx", "cubin"], nvrtc: Nvrtc) -> bytes:
+    """Return the code of `compile_source`, from the folder of compiled kernels if a process has stored it there."""
     user = cache_directory()
     folder = os.environ.get(CACHE, str(user / "kernels") if user else "")
     if not folder:
-        return compile_source(source, architecture, to=kind, nvrtc=nvrtc).code
-    key = repr((source, OPTIONS, architecture, kind, tuple(nvrtc.getVersion())))
-    path = Path(folder) / f"{hashlib.sha256(key.encode()).hexdigest()}.{kind}"
+        return compile_source(source, architecture, to=to, nvrtc=nvrtc).code
+    key = repr((source, OPTIONS, architecture, to, tuple(nvrtc.getVersion())))
+    path = Path(folder) / f"{hashlib.sha256(key.encode()).hexdigest()}.{to}"
     code = _read_code(path)
     if code is None:
-        code = compile_source(source, architecture, to=kind, nvrtc=nvrtc).code
+        code = compile_source(source, architecture, to=to, nvrtc=nvrtc).code
         with suppress(OSError):  # the cache saves time only
             write_private(path, hashlib.sha256(code).hexdigest().encode() + b"\n" + code)
     return code

@@ -345,7 +345,7 @@ def test_a_difference_that_is_found_after_further_calls_ends_all_ranks(
 ) -> None:
     """Nothing is written, nothing behind it runs, and all raise one error: in a later call or wait, or in the end."""
     machine.gpus, machine.peers = 3, True
-    arrays, outs = floats(3, 24), list[Any]()
+    arrays, outs, together = floats(3, 24), list[Any](), threading.Barrier(3)
 
     def task(comm: Communicator, rank: int) -> Any:
         given, mine = cupy.asarray(arrays[rank]), [cupy.zeros(24, dtype=np.float32) for _ in range(calls)]
@@ -353,9 +353,16 @@ def test_a_difference_that_is_found_after_further_calls_ends_all_ranks(
         outs.extend(mine)
         for op in ("sum", "max"):
             comm.all_reduce(given, op=op)
+        if waits:
+            together.wait(20.0)
+            machine.busy = True  # until all ranks have made all calls
+            together.wait(20.0)
         for number, out in enumerate(mine):
             op = {"new": "min", "repeated": "max"}[other] if rank == 1 and number == 0 else "sum"
             handles.append(comm.all_reduce(given, op=op, out=out, async_op=waits))
+        if waits:
+            together.wait(20.0)
+            machine.busy = False
         for handle in handles if waits else ():
             handle.wait()
 

@@ -22,7 +22,7 @@ from topoplan.plans.plan import COLLECTIVES
 from topoplan.plans.shards import ImageShards
 from topoplan.schedules import hamiltonian_cycles
 from topoplan.schedules.hamiltonian_cycles import disjoint_rings, ring_limit
-from topoplan.schedules.ring import switched_rings
+from topoplan.schedules.ring import single_ring, switched_rings
 from topoplan.schedules.ring_forest import relay_rings, ring_forest
 from topoplan.schedules.routes import DirectRoutes
 from topoplan.schedules.server_rings import server_rings
@@ -425,6 +425,15 @@ def test_large_rings_are_few_chains_and_symmetries(machine: Topology, collective
     assert len(set(whole.shards)) == len(whole.shards)
     again = topoplan.Plan.from_json(ring.to_json())
     assert topoplan.verify(again).exact_rate == compact.exact_rate
+
+
+def test_a_ring_joins_all_gpus_or_is_none() -> None:
+    """PCIe joins the four GPUs of a tray only."""
+    machine = topoplan.load("gb200-nvl72")
+    assert single_ring(Fabric(machine, ("pcie",))) is None
+    one_tray = single_ring(Fabric(machine.subset([0, 1, 2, 3]), ("pcie",)))
+    assert one_tray is not None
+    assert one_tray.order == (0, 1, 2, 3)
 
 
 @pytest.mark.thorough
