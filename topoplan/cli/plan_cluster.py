@@ -23,7 +23,8 @@ from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
 from topoplan.machine.fabric import channel_words
 from topoplan.machine.hardware import with_capable
 from topoplan.machine.topology import Topology
-from topoplan.plans.kind_templates import KindTemplate, image_count, represented
+from topoplan.plans.kind_exchange import KindPath
+from topoplan.plans.kind_templates import KindTemplate
 from topoplan.plans.plan import COLLECTIVES, check_collective, collective_name
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import bracket_notation
@@ -165,7 +166,7 @@ LONGEST_TREE = 70
 """Most characters of a tree without ``--all``."""
 
 
-def _shape(plan: PlanByKind, template: KindTemplate) -> tuple[object, ...]:
+def _shape(plan: PlanByKind, template: KindTemplate | KindPath) -> tuple[object, ...]:
     """Return what templates of one row have in common: share, root's server, height and the numbers of children."""
     stage = template.stages[-1]
     parents = Counter(edge.parent for edge in stage.edges)
@@ -188,10 +189,10 @@ def template_rows(plan: PlanByKind) -> list[dict[str, object]]:
 
 
 def template_row(
-    plan: PlanByKind, template: KindTemplate, *, longest: int | None = None
+    plan: PlanByKind, template: KindTemplate | KindPath, *, longest: int | None = None
 ) -> dict[str, object]:
     """Return one template: its images, the share and GB/s of each, root, height and edges on the sample's servers."""
-    images = image_count(plan.sample, template)
+    images = plan.images(template).count
     stage = template.stages[-1]
     return {
         "images": images,
@@ -227,10 +228,10 @@ class ServerPart:
         moved: dict[tuple[str, str], list[Fraction]] = {}
         peers: dict[tuple[str, str], dict[str, None]] = {}
         for template in plan.templates:
-            stands = represented(sample, template)
+            images = plan.images(template)
             for stage in template.stages:
                 for edge in stage.edges:
-                    times = template.share * stands[server[edge.child]]
+                    times = images.load(edge)
                     ends = (edge.child, edge.parent) if stage.op == "reduce" else (edge.parent, edge.child)
                     for way, (own, other) in enumerate((ends, ends[::-1])):
                         cell = sample.places[server[own]].cell

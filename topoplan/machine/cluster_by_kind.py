@@ -303,6 +303,14 @@ class ClusterSample:
     numbers: tuple[int, ...]
 
     @cached_property
+    def _server_at(self) -> dict[str, int]:
+        return {f"s{number}": server for server, number in enumerate(self.numbers)}
+
+    def server_of(self, device: str) -> int:
+        """Return the server of a device, by its place among those of the sample."""
+        return self._server_at[device.split(".")[0]]
+
+    @cached_property
     def _class_of(self) -> dict[str, tuple[object, ...]]:
         """Equivalence class of every device of the topology."""
         server = {f"s{number}": place for number, place in zip(self.numbers, self.places, strict=True)}

@@ -20,9 +20,10 @@ stands for servers, divided by the number of links of the class.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from math import gcd, lcm
 
 from topoplan.machine.cluster_by_kind import ClusterSample, ServerPlace
@@ -66,10 +67,10 @@ def represented(sample: ClusterSample, template: KindTemplate) -> dict[int, int]
     Servers of the sample that the trees need not reach are left out.
     """
     cells, places = sample.cluster.cells, sample.places
-    held = {_leaf(sample, server) for server in (template.root, template.centre)}
+    held = {leaf_of(sample, server) for server in (template.root, template.centre)}
     found: dict[int, int] = {}
     for server in template.marked:
-        leaf_class, _ = leaf = _leaf(sample, server)
+        leaf_class, _ = leaf = leaf_of(sample, server)
         others = sum(one == leaf_class for one, _ in held)
         found[server] = 1 if leaf in held else cells[places[server].cell].leaves - others
     for number, cell in enumerate(cells):
@@ -87,7 +88,8 @@ def represented(sample: ClusterSample, template: KindTemplate) -> dict[int, int]
     return found
 
 
-def _leaf(sample: ClusterSample, server: int) -> tuple[int, int]:
+def leaf_of(sample: ClusterSample, server: int) -> tuple[int, int]:
+    """Return the class of the leaf of a server of the sample, and the leaf's number in it."""
     place = sample.places[server]
     return sample.cluster.cells[place.cell].leaf_class, place.leaf
 
@@ -116,18 +118,12 @@ def entry_allowed(sample: ClusterSample, root: int, centre: int, entry: int) -> 
     return middle.count % own.count == 0
 
 
-def image_count(sample: ClusterSample, template: KindTemplate) -> int:
-    """Return the number of images of a template."""
-    return sample.cluster.cells[sample.places[template.root].cell].servers * template.shifts
-
-
 def class_crossings(
     sample: ClusterSample, fabric: Fabric, classes: Sequence[int], rows: int, template: KindTemplate
 ) -> list[int]:
     """Return how often one byte of a template crosses the links of each class, all links of the class together."""
     stands = represented(sample, template)
-    server_of = {name: number for number, name in enumerate(dict.fromkeys(_server_names(sample)))}
-    home = [server_of[name.split(".")[0]] for name in fabric.ranks]
+    home = rank_servers(sample, fabric)
     crossings = [0] * rows
     for stage in template.stages:
         for child_server, edges in _by_child(stage, home).items():
@@ -144,8 +140,9 @@ def _by_child(stage: Stage, home: Sequence[int]) -> dict[int, tuple[Edge, ...]]:
     return {server: tuple(edges) for server, edges in found.items()}
 
 
-def _server_names(sample: ClusterSample) -> list[str]:
-    return [f"s{number}" for number in sample.numbers]
+def rank_servers(sample: ClusterSample, fabric: Fabric) -> list[int]:
+    """Return the server of the sample of every rank."""
+    return [sample.server_of(name) for name in fabric.ranks]
 
 
 @dataclass(frozen=True)
@@ -179,14 +176,14 @@ class TemplateImages:
                 if (own.leaf_class, at) not in held
             ]
         taken = {place for marked in role.values() for place in marked}
-        slots = {_leaf(sample, template.root): (cells[root.cell].leaf_class, root.leaf)}
-        slots[_leaf(sample, template.centre)] = (cells[centre.cell].leaf_class, centre.leaf)
+        slots = {leaf_of(sample, template.root): (cells[root.cell].leaf_class, root.leaf)}
+        slots[leaf_of(sample, template.centre)] = (cells[centre.cell].leaf_class, centre.leaf)
         for server, count in represented(sample, template).items():
             if server in role:
                 continue
             cell = places[server].cell
             own = cells[cell]
-            at_slot = slots.get(_leaf(sample, server))
+            at_slot = slots.get(leaf_of(sample, server))
             leaves = (
                 [at for at in range(own.leaves) if (own.leaf_class, at) not in held]
                 if at_slot is None
@@ -215,16 +212,40 @@ class TemplateImages:
         place = root.position if there.cell == here.cell else turn % own.count
         return ServerPlace(there.cell, (root.leaf + 1) % own.leaves, place)
 
-    def __len__(self) -> int:
-        return image_count(self.sample, self.template)
+    @property
+    def count(self) -> int:
+        """Number of images."""
+        root = self.sample.places[self.template.root]
+        return self.sample.cluster.cells[root.cell].servers * self.template.shifts
+
+    @property
+    def edges(self) -> int:
+        """Number of edges of one image."""
+        return (self.sample.cluster.size - 1) * len(self.template.stages)
+
+    def load(self, edge: Edge) -> Fraction:
+        """Return what the images of one edge carry together: bytes for each byte of the buffer."""
+        return self.template.share * Fraction(self._stands[self._home[edge.child]])
+
+    @cached_property
+    def _stands(self) -> dict[int, int]:
+        return represented(self.sample, self.template)
+
+    @cached_property
+    def _home(self) -> list[int]:
+        return rank_servers(self.sample, self.fabric)
+
+    def loads(self, classes: Sequence[int]) -> dict[int, Fraction]:
+        """Return the load of all links of each used class together: bytes for each byte of the buffer."""
+        found = class_crossings(self.sample, self.fabric, classes, max(classes) + 1, self.template)
+        return {row: self.template.share * times for row, times in enumerate(found) if times}
 
     def shard(self, number: int) -> Shard:
         """Return one image as a shard of the whole cluster, with its part of the share."""
         members = self.servers(number)
         sample, cluster = self.sample, self.sample.cluster
-        home = {f"s{one}": place for place, one in enumerate(sample.numbers)}
-        at = [(home[name.split(".")[0]], name) for name in self.fabric.ranks]
-        local = _local_numbers(at)
+        home = self._home
+        local = local_numbers(home)
         leaf_of = {
             server: [(leaf_class, leaf) for _, leaf_class, leaf in listed]
             for server, listed in members.items()
@@ -233,7 +254,7 @@ class TemplateImages:
         for stage in self.template.stages:
             edges = []
             for edge in stage.edges:
-                parent, child = at[edge.parent][0], at[edge.child][0]
+                parent, child = home[edge.parent], home[edge.child]
                 for place, (server, leaf_class, leaf) in enumerate(members[child]):
                     if parent == child:
                         above = members[parent][place]
@@ -250,14 +271,14 @@ class TemplateImages:
                         Edge(
                             cluster.first_rank(above[0]) + local[edge.parent],
                             cluster.first_rank(server) + local[edge.child],
-                            tuple(_renamed(device, names, leaves) for device in edge.route),
+                            tuple(renamed(device, names, leaves) for device in edge.route),
                             edge.channel,
                         )
                     )
-            root = members[at[stage.root][0]][0][0]
+            root = members[home[stage.root]][0][0]
             made = Stage(stage.op, cluster.first_rank(root) + local[stage.root], tuple(edges))
             stages.append(Stage(made.op, made.root, made.top_down()))
-        return Shard(self.template.share / len(self), tuple(stages))
+        return Shard(self.template.share / self.count, tuple(stages))
 
     def _leaf_names(
         self, edge: Edge, child: int, parent: int, below: tuple[int, int], above: tuple[int, int]
@@ -266,29 +287,22 @@ class TemplateImages:
         if cluster.network.kind != "fat-tree":
             return {}
         return {
-            f"leaf{cluster.leaf_number(*_leaf(sample, server))}": f"leaf{cluster.leaf_number(*leaf)}"
+            f"leaf{cluster.leaf_number(*leaf_of(sample, server))}": f"leaf{cluster.leaf_number(*leaf)}"
             for server, leaf in ((parent, above), (child, below))
         }
 
 
-def _local_numbers(at: Sequence[tuple[int, str]]) -> list[int]:
-    """Return the number of every rank of the sample among those of its server."""
+def local_numbers(home: Sequence[int]) -> list[int]:
+    """Return the number of every rank among those of its server, given the servers of the ranks."""
     seen: dict[int, int] = {}
     found = []
-    for server, _ in at:
+    for server in home:
         found.append(seen.get(server, 0))
         seen[server] = found[-1] + 1
     return found
 
 
-def _renamed(device: str, servers: Mapping[str, str], leaves: Mapping[str, str]) -> str:
+def renamed(device: str, servers: Mapping[str, str], leaves: Mapping[str, str]) -> str:
+    """Return a device's name in an image, given those of servers and leaves."""
     head, dot, tail = device.partition(".")
     return f"{servers[head]}.{tail}" if dot and head in servers else leaves.get(device, device)
-
-
-def all_images(sample: ClusterSample, fabric: Fabric, templates: Sequence[KindTemplate]) -> Iterator[Shard]:
-    """Yield the shards of the whole cluster, by template."""
-    for template in templates:
-        images = TemplateImages(sample, fabric, template)
-        for number in range(len(images)):
-            yield images.shard(number)

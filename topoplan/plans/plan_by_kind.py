@@ -1,4 +1,6 @@
-"""The plan of a cluster by kind: templates of trees on a sample of the servers, and the rule of their images.
+"""The plan of a cluster by kind: templates on a sample of the servers, and the rule of their images.
+
+Templates are trees (`topoplan.plans.kind_templates`), or paths of an all-to-all (`topoplan.plans.kind_exchange`).
 
 The file, format ``topoplan.plan/2`` with ``cluster`` in place of ``topology``, grows with the kinds of servers, not
 with their number. `PlanByKind.listed` returns the same plan with all devices and trees, where they fit into memory.
@@ -36,23 +38,24 @@ from topoplan.plans.file_values import (
     read_texts,
     read_whole,
 )
+from topoplan.plans.kind_exchange import KindPath, PathImages
 from topoplan.plans.kind_templates import (
     SAMPLE,
     KindTemplate,
     TemplateImages,
-    all_images,
-    class_crossings,
-    image_count,
 )
-from topoplan.plans.plan import PLAN_FORMAT_2, Plan, collective_name
-from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
+from topoplan.plans.plan import ALL_TO_ALL, PLAN_FORMAT_2, Plan, collective_name
+from topoplan.plans.shards import Edge, ImageShards, Shard, Stage, path_ends
 from topoplan.units import bus_factor, counted, exact, labelled, nearest_float, rate_words
 
 BY_KIND = "by-kind"
 """Method of plans of clusters by kind."""
 
 MOST_LISTED_EDGES = 4_000_000
-"""Tree edges up to which a plan by kind is listed: some gigabytes."""
+"""Edges of trees or paths up to which a plan by kind is listed: some gigabytes."""
+
+Templates = tuple[KindTemplate | KindPath, ...]
+"""Templates of trees, or all paths of an all-to-all."""
 
 MOST_LISTED_GPUS = 16_384
 """GPUs up to which a plan by kind is listed."""
@@ -76,7 +79,7 @@ class PlanByKind:
     cluster: ClusterByKind
     root: int | None
     channels: tuple[str, ...]
-    templates: tuple[KindTemplate, ...]
+    templates: Templates
     lengths: tuple[ClassLength, ...]
     rate: float
     bound: float
@@ -91,7 +94,7 @@ class PlanByKind:
         *,
         root: int | None,
         channels: tuple[str, ...],
-        templates: tuple[KindTemplate, ...],
+        templates: Templates,
         lengths: tuple[ClassLength, ...],
     ) -> PlanByKind:
         """Return a plan with its rate recomputed from the templates, and its bound from the lengths."""
@@ -151,8 +154,8 @@ class PlanByKind:
 
     @property
     def num_trees(self) -> int:
-        """Number of trees: the images of all templates."""
-        return sum(image_count(self.sample, template) for template in self.templates)
+        """Number of trees, or of paths: the images of all templates."""
+        return sum(self.images(template).count for template in self.templates)
 
     @property
     def height(self) -> int:
@@ -164,10 +167,8 @@ class PlanByKind:
         classes, counts = self.sample.link_classes(self.fabric.links)
         totals = [Fraction(0)] * len(counts)
         for template in self.templates:
-            crossings = class_crossings(self.sample, self.fabric, classes, len(counts), template)
-            for row, times in enumerate(crossings):
-                if times:
-                    totals[row] += template.share * times
+            for row, load in self.images(template).loads(classes).items():
+                totals[row] += load
         capacity = dict(zip(classes, self.fabric.capacity, strict=True))
         return min(capacity[row] * counts[row] / total for row, total in enumerate(totals) if total)
 
@@ -206,22 +207,30 @@ class PlanByKind:
         return f"the bottleneck is {words}"
 
     def listed(self) -> Plan:
-        """Return the plan with all devices and trees of the cluster; of one kind of servers with their symmetries.
+        """Return the plan with all devices, and all trees or paths, of the cluster.
 
-        UsageError if they do not fit: more than `MOST_LISTED_EDGES` tree edges or `MOST_LISTED_GPUS`.
+        Trees of one kind of servers are listed with their symmetries. UsageError if they do not fit: more than
+        `MOST_LISTED_EDGES` edges or `MOST_LISTED_GPUS`.
         """
-        rotations = self.cluster.rotations() if all(one.shifts == 1 for one in self.templates) else None
-        trees = self.num_trees if rotations is None else len(self.templates)
-        edges = trees * (self.size - 1) * len(self.templates[0].stages)
+        of_paths = self.collective == ALL_TO_ALL
+        images = [self.images(template) for template in self.templates]
+        symmetric = all(isinstance(one, KindTemplate) and one.shifts == 1 for one in self.templates)
+        rotations = self.cluster.rotations() if symmetric else None
+        listed = [one.count if rotations is None else 1 for one in images]
+        edges = sum(count * one.edges for count, one in zip(listed, images, strict=True))
         if edges > MOST_LISTED_EDGES or self.size > MOST_LISTED_GPUS:
             raise UsageError(
-                f"a list of {trees:,} trees of {self.size:,} GPUs has {edges:,} edges; at most {MOST_LISTED_EDGES:,} "
-                f"edges and {MOST_LISTED_GPUS:,} GPUs fit; choose fewer servers, or use the plan by kind"
+                f"a list of {sum(listed):,} {'paths' if of_paths else 'trees'} of {self.size:,} GPUs has {edges:,} "
+                f"edges; at most {MOST_LISTED_EDGES:,} edges and {MOST_LISTED_GPUS:,} GPUs fit; choose fewer servers, "
+                "or use the plan by kind"
             )
         fabric = Fabric(self.cluster.listed().settled(), self.channels)
         shards: Sequence[Shard]
         if rotations is None:
-            every = all_images(self.sample, self.fabric, self.templates)
+            every = [one.shard(number) for one in images for number in range(one.count)]
+            if of_paths:
+                block = Fraction(1, self.size)
+                every += [Shard(block, (Stage("broadcast", rank, ()),)) for rank in range(self.size)]
             shards = sorted(every, key=lambda shard: _owner(shard, self.collective))
         else:
             number = {name: place for place, name in enumerate(fabric.nodes)}
@@ -229,7 +238,7 @@ class PlanByKind:
                 fabric.nodes,
                 fabric.size,
                 tuple(tuple(number[moved(name)] for name in fabric.nodes) for moved in rotations),
-                tuple(self.images(template).shard(0) for template in self.templates),
+                tuple(one.shard(0) for one in images),
             )
         return build_plan(
             fabric,
@@ -237,7 +246,7 @@ class PlanByKind:
             root=self.root,
             shards=shards,
             certificate=self._listed_lengths(fabric),
-            schedule="trees",
+            schedule="paths" if of_paths else "trees",
             method=BY_KIND,
         )
 
@@ -295,10 +304,15 @@ class PlanByKind:
             "templates": [self._template_object(template) for template in self.templates],
         }
 
-    def _template_object(self, template: KindTemplate) -> dict[str, object]:
+    def _template_object(self, template: KindTemplate | KindPath) -> dict[str, object]:
         def server(number: int) -> str:
             return f"s{self.sample.numbers[number]}"
 
+        def edges(stage: Stage) -> list[object]:
+            return [[list(edge.route), edge.channel] for edge in stage.edges]
+
+        if isinstance(template, KindPath):
+            return {"share": str(template.share), "edges": edges(template.stages[0])}
         ranks = self.fabric.ranks
         return {
             "share": str(template.share),
@@ -307,11 +321,7 @@ class PlanByKind:
             "entries": [server(entry) for entry in template.entries],
             "shifts": template.shifts,
             "stages": [
-                {
-                    "op": stage.op,
-                    "root": ranks[stage.root],
-                    "edges": [[list(edge.route), edge.channel] for edge in stage.edges],
-                }
+                {"op": stage.op, "root": ranks[stage.root], "edges": edges(stage)}
                 for stage in template.stages
             ],
         }
@@ -349,14 +359,47 @@ class PlanByKind:
         templates = read_list(value.get("templates"), "templates")
         if not templates:
             raise PlanError("templates is an empty list; a plan has at least one")
-        read = tuple(made._read_template(item, f"template {number}") for number, item in enumerate(templates))
-        return replace(made, templates=read)
+        numbered = [(item, f"template {number}") for number, item in enumerate(templates)]
+        if made.collective == ALL_TO_ALL:
+            return replace(made, templates=tuple(made._read_path(*one) for one in numbered))
+        return replace(made, templates=tuple(made._read_template(*one) for one in numbered))
+
+    def _rank(self, name: str, where: str) -> int:
+        number = self._rank_of.get(name)
+        if number is None:
+            raise PlanError(f"{where} {name[:40]!r} is not a GPU of the plan's sample")
+        return number
+
+    @cached_property
+    def _rank_of(self) -> dict[str, int]:
+        return {name: rank for rank, name in enumerate(self.fabric.ranks)}
+
+    def _read_edges(self, value: object, where: str) -> tuple[Edge, ...]:
+        edges = []
+        for row in read_list(value, f"{where}: edges"):
+            pair = read_list(row, f"{where}: an edge")
+            if len(pair) != 2:
+                raise PlanError(f"{where}: an edge must be [route, channel], got {row!r}"[:200])
+            route = read_texts(pair[0], f"{where}: route")
+            if len(route) < 2:
+                raise PlanError(f"{where}: a route must have two devices or more, got {route}")
+            first, last = (self._rank(name, f"{where}: route") for name in (route[0], route[-1]))
+            edges.append(Edge(first, last, route, read_text(pair[1], "channel")))
+        return tuple(edges)
+
+    def _read_path(self, item: object, where: str) -> KindPath:
+        value = read_object(item, where)
+        check_known(value, ("share", "edges"), where)
+        edges = self._read_edges(value.get("edges"), where)
+        if not edges:
+            raise PlanError(f"{where}: a path must have an edge or more, got none")
+        stage = Stage("broadcast", edges[0].parent, edges)
+        return KindPath(read_fraction(value.get("share"), f"{where}: share"), (stage,))
 
     def _read_template(self, item: object, where: str) -> KindTemplate:
         value = read_object(item, where)
         check_known(value, ("share", "root", "centre", "entries", "shifts", "stages"), where)
         servers = {f"s{number}": place for place, number in enumerate(self.sample.numbers)}
-        ranks = {name: rank for rank, name in enumerate(self.fabric.ranks)}
 
         def server(name: object, key: str) -> int:
             text = read_text(name, f"{where}: {key}")
@@ -364,41 +407,14 @@ class PlanByKind:
                 raise PlanError(f"{where}: {key} {text[:40]!r} is not a server of the plan's sample")
             return servers[text]
 
-        def rank(name: object, key: str) -> int:
-            text = read_text(name, f"{where}: {key}")
-            if text not in ranks:
-                raise PlanError(f"{where}: {key} {text[:40]!r} is not a GPU of the plan's sample")
-            return ranks[text]
-
         stages = []
         for number, entry in enumerate(read_list(value.get("stages"), f"{where}: stages")):
-            stage = read_object(entry, f"{where}, stage {number}")
-            check_known(stage, ("op", "root", "edges"), f"{where}, stage {number}")
-            edges = []
-            for row in read_list(stage.get("edges"), f"{where}, stage {number}: edges"):
-                pair = read_list(row, f"{where}, stage {number}: an edge")
-                if len(pair) != 2:
-                    raise PlanError(
-                        f"{where}, stage {number}: an edge must be [route, channel], got {row!r}"[:200]
-                    )
-                route = read_texts(pair[0], f"{where}, stage {number}: route")
-                if len(route) < 2:
-                    raise PlanError(
-                        f"{where}, stage {number}: a route must have two devices or more, got {route}"
-                    )
-                edges.append(
-                    Edge(
-                        rank(route[0], "route"),
-                        rank(route[-1], "route"),
-                        route,
-                        read_text(pair[1], "channel"),
-                    )
-                )
-            stages.append(
-                Stage(
-                    read_text(stage.get("op"), f"{where}: op"), rank(stage.get("root"), "root"), tuple(edges)
-                )
-            )
+            at = f"{where}, stage {number}"
+            stage = read_object(entry, at)
+            check_known(stage, ("op", "root", "edges"), at)
+            root = self._rank(read_text(stage.get("root"), f"{where}: root"), f"{where}: root")
+            edges = self._read_edges(stage.get("edges"), at)
+            stages.append(Stage(read_text(stage.get("op"), f"{where}: op"), root, edges))
         if not stages:
             raise PlanError(f"{where} has no stage")
         shifts = read_whole(value.get("shifts"), f"{where}: shifts")
@@ -430,8 +446,10 @@ class PlanByKind:
     def __str__(self) -> str:
         return self.summary()
 
-    def images(self, template: KindTemplate) -> TemplateImages:
-        """Return the trees that follow from a template, as shards of the whole cluster made on request."""
+    def images(self, template: KindTemplate | KindPath) -> TemplateImages | PathImages:
+        """Return the trees or paths that follow from a template, as shards of the whole cluster made on request."""
+        if isinstance(template, KindPath):
+            return PathImages(self.sample, self.fabric, template)
         return TemplateImages(self.sample, self.fabric, template)
 
 
@@ -441,9 +459,12 @@ def unsupported(fabric: Fabric) -> bool:
     return forwards or fabric.in_network or bool(fabric.helpers)
 
 
-def _owner(shard: Shard, collective: str) -> tuple[int, Fraction]:
+def _owner(shard: Shard, collective: str) -> tuple[tuple[int, ...], Fraction, int]:
+    """Return the key by which shards of a plan are sorted."""
+    if collective == ALL_TO_ALL:
+        return path_ends(shard)[::-1], -shard.share, len(shard.stages[0].edges)
     stage = shard.stages[-1 if collective == "reduce_scatter" else 0]
-    return stage.root, -shard.share
+    return (stage.root,), -shard.share, 0
 
 
 def _kind_words(fabric: Fabric, name: str) -> str:

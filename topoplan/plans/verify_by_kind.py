@@ -6,23 +6,28 @@ class. The template must reach one server of the sample for each group that is n
 server that every member of the group has in common: the root, the centre, or the entry of its leaf. Then each image is
 a tree over all ranks. Roles must fall on all servers of a cell equally often; then all links of a class carry the same,
 which is counted here by groups.
+
+The templates of an all-to-all are paths, whose images are orbits (`topoplan.plans.kind_exchange`). The edges must be a
+path, and the paths of every commodity must add up to a block.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import perm
 
 from topoplan.errors import PlanError
 from topoplan.machine.cluster_by_kind import ClusterSample
 from topoplan.plans.build import stage_order
+from topoplan.plans.kind_exchange import KindPath
 from topoplan.plans.kind_templates import KindTemplate
 from topoplan.plans.loads import edge_links
-from topoplan.plans.plan import COLLECTIVES, ROOTED
+from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, ROOTED
 from topoplan.plans.plan_by_kind import NOT_BY_KIND, PlanByKind
-from topoplan.plans.shards import Stage
+from topoplan.plans.shards import Edge, Stage
 from topoplan.plans.verify import Verification, check_claim
 from topoplan.units import nearest_float, shown
 
@@ -36,18 +41,32 @@ def verify_by_kind(plan: PlanByKind) -> Verification:
     ``loads`` of the report are for one link of each class, by the sample's names. PlanError for the first fault.
     """
     _check_header(plan)
-    _check_shares(plan)
+    if plan.collective == ALL_TO_ALL:
+        _check_blocks(plan)
+    else:
+        _check_shares(plan)
+    home = _server_of_rank(plan.sample, plan.fabric.ranks)
     classes, counts = plan.sample.link_classes(plan.fabric.links)
     crossed = [Fraction(0)] * len(counts)
     trees = 0
     for number, template in enumerate(plan.templates):
         try:
+            if isinstance(template, KindPath):
+                trees += _path_images(plan, template)
+                pairs = Fraction(_pairs(plan, _commodity(plan, home, template)), plan.size)
+                servers = _servers_of(plan, template.stages[0].edges)
+                for edge in template.stages[0].edges:
+                    _check_leaves(plan, edge, servers)
+                    for place in edge_links(edge, "broadcast", plan.fabric):
+                        crossed[classes[place]] += template.share * pairs
+                continue
             groups = _Groups(plan.sample, template)
             groups.check_roles()
             trees += groups.images()
             for stage in template.stages:
                 reached = _check_stage(plan, groups, stage)
                 for edge in stage.edges:
+                    _check_leaves(plan, edge, _servers_of(plan, [edge]))
                     times = template.share * groups.sizes[reached[edge.child]]
                     for place in edge_links(edge, stage.op, plan.fabric):
                         crossed[classes[place]] += times
@@ -80,7 +99,7 @@ def verify_by_kind(plan: PlanByKind) -> Verification:
 
 
 def _check_header(plan: PlanByKind) -> None:
-    if plan.collective not in COLLECTIVES:
+    if plan.collective not in ALL_COLLECTIVES:
         raise PlanError(f"collective {plan.collective!r} is unknown to plans of clusters by kind")
     if (plan.collective in ROOTED) != (plan.root is not None):
         raise PlanError(
@@ -98,8 +117,14 @@ def _check_header(plan: PlanByKind) -> None:
         raise PlanError(f"the ranks are not connected over {', '.join(plan.channels)}")
     order = stage_order(plan.collective)
     for number, template in enumerate(plan.templates):
+        if isinstance(template, KindPath) != (plan.collective == ALL_TO_ALL):
+            raise PlanError(
+                f"template {number} must be a {'path' if plan.collective == ALL_TO_ALL else 'tree'}"
+            )
         if tuple(stage.op for stage in template.stages) != order:
             raise PlanError(f"template {number} must have the stages {', '.join(order)}")
+        if plan.collective == ALL_TO_ALL:
+            continue
         roots = {stage.root for stage in template.stages}
         if len(roots) > 1 or (plan.root is not None and roots != {plan.sample_root}):
             raise PlanError(f"template {number} must have one root in all stages, that of the collective")
@@ -129,6 +154,105 @@ def _check_shares(plan: PlanByKind) -> None:
                 raise PlanError(
                     f"blocks of GPU {gpu} of cell {number} have a share of {shown(part)}, not {due}"
                 )
+
+
+SERVER, LEAF, CLUSTER = "one server", "one leaf", "two leaves"
+"""Places that source and destination of a commodity share."""
+
+_Commodity = tuple[int, int, int, int, str]
+"""Cell and GPU number of the source, cell and GPU number of the destination, and where both are."""
+
+
+def _commodity(plan: PlanByKind, home: Sequence[int], path: KindPath) -> _Commodity:
+    """Return the commodity of a path; PlanError if the edges are not a path."""
+    path.stages[0].check_ranks(plan.fabric.size)
+    source, destination = path.ends
+    sample = plan.sample
+    here, there = sample.places[home[source]], sample.places[home[destination]]
+    cells = sample.cluster.cells
+    leaf, other = ((cells[place.cell].leaf_class, place.leaf) for place in (here, there))
+    where = SERVER if here == there else LEAF if leaf == other else CLUSTER
+    numbers = (rank - home.index(home[rank]) for rank in (source, destination))
+    return here.cell, next(numbers), there.cell, next(numbers), where
+
+
+def _pairs(plan: PlanByKind, commodity: _Commodity) -> int:
+    """Return the number of pairs of ranks of a commodity."""
+    here, gpu, there, other, where = commodity
+    source, destination = plan.cluster.cells[here], plan.cluster.cells[there]
+    near = source.leaf_class == destination.leaf_class
+    if where == SERVER:
+        return source.servers if here == there and gpu != other else 0
+    if where == LEAF:
+        return source.servers * (destination.count - (here == there)) if near else 0
+    return source.servers * destination.count * (destination.leaves - near)
+
+
+def _check_blocks(plan: PlanByKind) -> None:
+    """Check that the paths of every commodity carry the whole block."""
+    carried: dict[_Commodity, Fraction] = {}
+    home = _server_of_rank(plan.sample, plan.fabric.ranks)
+    for number, template in enumerate(plan.templates):
+        if template.share <= 0:
+            raise PlanError(f"template {number}: share {shown(template.share)} must be above zero")
+        assert isinstance(template, KindPath), "the header is checked first"
+        try:
+            commodity = _commodity(plan, home, template)
+        except PlanError as error:
+            raise error.under(f"template {number}") from None
+        carried[commodity] = carried.get(commodity, Fraction(0)) + template.share
+    cluster = plan.cluster
+    gpus = [
+        (number, gpu)
+        for number, cell in enumerate(cluster.cells)
+        for gpu in range(cluster.gpus_of_kind[cell.kind])
+    ]
+    for here, gpu in gpus:
+        for there, other in gpus:
+            for where in (SERVER, LEAF, CLUSTER):
+                share = carried.get((here, gpu, there, other, where), Fraction(0))
+                due = min(1, _pairs(plan, (here, gpu, there, other, where)))
+                if share != due:
+                    raise PlanError(
+                        f"paths from GPU {gpu} of cell {here} to GPU {other} of cell {there} on {where} carry "
+                        f"{shown(share)} of a block, not {due}"
+                    )
+
+
+def _path_images(plan: PlanByKind, path: KindPath) -> int:
+    """Return the number of images of a path: ways to choose its leaves, and its servers in each."""
+    sample = plan.sample
+    servers = _servers_of(plan, path.stages[0].edges)
+    cells, places = sample.cluster.cells, sample.places
+    leaves = {(cells[places[one].cell].leaf_class, places[one].leaf) for one in servers}
+    ways = 1
+    for leaf_class, used in Counter(one for one, _ in leaves).items():
+        ways *= perm(next(cell.leaves for cell in cells if cell.leaf_class == leaf_class), used)
+    for (cell, _), used in Counter(places[one][:2] for one in servers).items():
+        ways *= perm(cells[cell].count, used)
+    return ways
+
+
+def _servers_of(plan: PlanByKind, edges: Sequence[Edge]) -> set[int]:
+    """Return the servers of the sample that routes pass."""
+    devices = (device for edge in edges for device in edge.route)
+    return {plan.sample.server_of(device) for device in devices if "." in device}
+
+
+def _check_leaves(plan: PlanByKind, edge: Edge, servers: Iterable[int]) -> None:
+    """Check that a route passes only leaves of some servers: images have other leaves with these servers."""
+    sample = plan.sample
+    cells, places = sample.cluster.cells, sample.places
+    own = {
+        f"leaf{sample.cluster.leaf_number(cells[places[one].cell].leaf_class, places[one].leaf)}"
+        for one in servers
+    }
+    for device in edge.route:
+        if device.startswith("leaf") and device not in own:
+            raise PlanError(
+                f"the route {'-'.join(edge.route)} passes {device}, on which none of its servers is",
+                rank=edge.child,
+            )
 
 
 def _server_of_rank(sample: ClusterSample, ranks: Sequence[str]) -> list[int]:

@@ -150,8 +150,9 @@ def _first_of_cells(sample: ClusterSample, found: SampleDistances) -> list[int]:
 def _mean_distance(sample: ClusterSample, found: SampleDistances) -> Fraction:
     """Return the sum of all ranks' distances to all others, over the number of ranks."""
     total = Fraction(0)
+    home: list[int] = found.server.tolist()
     for tail, weight in enumerate(found.weight):
-        for head, count in pair_counts(sample, found, tail).items():
+        for head, count in pair_counts(sample, home, tail).items():
             reach = int(found.table[tail, head])
             if reach < 0:
                 raise PlanError(
@@ -161,24 +162,25 @@ def _mean_distance(sample: ClusterSample, found: SampleDistances) -> Fraction:
     return total / sample.cluster.size
 
 
-def pair_counts(sample: ClusterSample, found: SampleDistances, tail: int) -> dict[int, int]:
-    """Return for one rank the ranks of the sample that stand for all others, and how many ranks each stands for."""
+def pair_counts(sample: ClusterSample, home: Sequence[int], tail: int) -> dict[int, int]:
+    """Return for one rank the ranks of the sample that stand for all others, and how many ranks each stands for.
+
+    ``home`` is the server of the sample of every rank.
+    """
     cells, places = sample.cluster.cells, sample.places
-    server = int(found.server[tail])
+    server = home[tail]
     here = places[server]
-    home = cells[here.cell]
+    own_cell = cells[here.cell]
     counts: dict[int, int] = {}
     chosen: dict[tuple[int, bool], int] = {}
     for other, place in enumerate(places):
         cell = cells[place.cell]
-        near = cell.leaf_class == home.leaf_class and place.leaf == here.leaf
+        near = cell.leaf_class == own_cell.leaf_class and place.leaf == here.leaf
         if other == server:
             counts[other] = 1
         elif (place.cell, near) not in chosen:
             own = int(place.cell == here.cell and near)
-            leaves = 1 if near else cell.leaves - int(cell.leaf_class == home.leaf_class)
+            leaves = 1 if near else cell.leaves - int(cell.leaf_class == own_cell.leaf_class)
             chosen[place.cell, near] = other
             counts[other] = leaves * (cell.count - own)
-    return {
-        rank: counts[int(one)] for rank, one in enumerate(found.server) if int(one) in counts and rank != tail
-    }
+    return {rank: counts[one] for rank, one in enumerate(home) if one in counts and rank != tail}

@@ -44,6 +44,104 @@ Path = tuple[int, ...]
 """Nodes of a fabric from a source to a destination; a single node for data that a rank keeps."""
 
 
+@dataclass(frozen=True, slots=True)
+class PathTree:
+    """A tree of shortest paths from a rank.
+
+    ``parents`` is for every state of the graph of routes, in layers if the height is limited: -1 for the root and for
+    unused states. ``reached`` is the state at which each rank is reached, -1 for ranks out of reach; ``usage`` is the
+    demand that crosses the links of each row.
+    """
+
+    root: int
+    reached: tuple[int, ...]
+    parents: tuple[int, ...]
+    usage: tuple[int, ...]
+
+    def paths(self, fabric: Fabric, wanted: Sequence[int]) -> list[Path]:
+        """Return the path to every rank with a demand above 0."""
+        paths, nodes = [], fabric.route_graph.nodes
+        for rank, amount in enumerate(wanted):
+            if amount and rank != self.root:
+                state, path = self.reached[rank], [rank]
+                while state != self.root:
+                    state = self.parents[state]
+                    path.append(nodes[state % len(nodes)])
+                paths.append(tuple(path[::-1]))
+        return paths
+
+
+def shortest_path_tree(
+    fabric: Fabric,
+    leaving: Sequence[Sequence[tuple[int, int]]],
+    root: int,
+    wanted: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    height: int | None = None,
+) -> PathTree | None:
+    """Return the tree of shortest paths from a rank to all that ``wanted`` has a demand for, under lengths of the rows.
+
+    ``leaving`` gives for every state of the fabric's graph of routes the next states and the rows of the links to them.
+    ``height`` limits the edges on a path from rank to rank; the tree then has a layer of states for each number of
+    edges so far. None is returned if a path takes more edges, or does not exist.
+    """
+    size, nodes = fabric.size, len(leaving)
+    layers = 1 if height is None else height + 1
+    parent, entered = [-1] * (layers * nodes), [-1] * (layers * nodes)
+    best: dict[int, tuple[int, int, int]] = {root: (0, 0, 0)}
+    heap = [(0, 0, 0, root)]
+    settled: list[int] = []
+    ends: dict[int, int] = {}
+    seen = [False] * (layers * nodes)
+    while heap:
+        reach, edges, links, state = heapq.heappop(heap)
+        if seen[state]:
+            continue
+        seen[state] = True
+        settled.append(state)
+        node = state % nodes
+        ends.setdefault(node, state)
+        if edges == height:
+            continue
+        for end, row in leaving[node]:
+            further = edges + (end < size)
+            there = (reach + lengths[row], further, links + 1)
+            if height is not None and further > height:
+                continue
+            after = end if layers == 1 else further * nodes + end
+            if not seen[after] and (after not in best or there < best[after]):
+                best[after] = there
+                parent[after], entered[after] = state, row
+                heapq.heappush(heap, (*there, after))
+    carried = [0] * (layers * nodes)
+    for rank, amount in enumerate(wanted):
+        if amount and rank not in ends:
+            return None
+        if amount:
+            carried[ends[rank]] = amount
+    usage = [0] * len(lengths)
+    for state in reversed(settled[1:]):
+        if not carried[state]:
+            parent[state] = -1
+            continue
+        carried[parent[state]] += carried[state]
+        usage[entered[state]] += carried[state]
+    return PathTree(root, tuple(ends.get(rank, -1) for rank in range(size)), tuple(parent), tuple(usage))
+
+
+def path_stage(fabric: Fabric, path: Sequence[int]) -> Stage:
+    """Return a chain of edges along a path of nodes of a fabric, one from each rank on it to the next."""
+    names = [fabric.nodes[node] for node in path]
+    stops = [place for place, node in enumerate(path) if node < fabric.size]
+    edges = []
+    for start, stop in pairwise(stops):
+        route = tuple(names[start : stop + 1])
+        links = [fabric.link_index[ends] for ends in pairwise(route)]
+        edges.append(Edge(path[start], path[stop], route, fabric.channel_of(links)))
+    return Stage("broadcast", path[0], tuple(edges))
+
+
 @dataclass(frozen=True)
 class FlowPacking(Packing):
     """The packing problem of an all-to-all, perhaps up to symmetries.
@@ -87,50 +185,19 @@ class FlowPacking(Packing):
         ``height`` limits the edges on a path from rank to rank; the tree then has a layer of states for each number of
         edges so far. None is returned if a path takes more edges.
         """
-        size, nodes = self.fabric.size, len(self.fabric.route_graph.nodes)
-        layers = 1 if height is None else height + 1
-        parent, entered = [-1] * (layers * nodes), [-1] * (layers * nodes)
-        best: dict[int, tuple[int, int, int]] = {root: (0, 0, 0)}
-        heap = [(0, 0, 0, root)]
-        settled: list[int] = []
-        ends: dict[int, int] = {}
-        seen = [False] * (layers * nodes)
-        while heap:
-            reach, edges, links, state = heapq.heappop(heap)
-            if seen[state]:
-                continue
-            seen[state] = True
-            settled.append(state)
-            node = state % nodes
-            ends.setdefault(node, state)
-            if edges == height:
-                continue
-            for end, row in self._leaving[node]:
-                further = edges + (end < size)
-                there = (reach + lengths[row], further, links + 1)
-                if height is not None and further > height:
-                    continue
-                after = end if layers == 1 else further * nodes + end
-                if not seen[after] and (after not in best or there < best[after]):
-                    best[after] = there
-                    parent[after], entered[after] = state, row
-                    heapq.heappush(heap, (*there, after))
-        carried = [0] * (layers * nodes)
-        for rank, wanted in enumerate(self.demand[root]):
-            if wanted and rank not in ends:
-                return None
-            if wanted:
-                carried[ends[rank]] = wanted
-        usage = [0] * len(self.limits)
-        for state in reversed(settled[1:]):
-            if not carried[state]:
-                parent[state] = -1
-                continue
-            carried[parent[state]] += carried[state]
-            usage[entered[state]] += carried[state]
-        reached = tuple(ends.get(rank, -1) for rank in range(size))
-        routes = RouteTable(self.orbits, tuple(lengths))
-        return TreeColumn(root, reached, tuple(parent), tuple(usage), routes)
+        found = shortest_path_tree(
+            self.fabric,
+            self._leaving,
+            root,
+            self.demand[root],
+            lengths,
+            height=height,
+        )
+        if found is None:
+            return None
+        return TreeColumn(
+            root, found.reached, found.parents, found.usage, RouteTable(self.orbits, tuple(lengths))
+        )
 
     def shards(self, weights: Mapping[TreeColumn, Fraction]) -> tuple[Shard, ...]:
         """Return the shards of a plan: paths in the order of destination, source and share.
@@ -145,7 +212,7 @@ class FlowPacking(Packing):
         for path, part in found.items():
             shards.setdefault((path[-1], path[0]), []).append((part, path))
         return tuple(
-            Shard(part * self.demand[pair[1]][pair[0]] / self.rate_of_one, (self._stage(path),))
+            Shard(part * self.demand[pair[1]][pair[0]] / self.rate_of_one, (path_stage(self.fabric, path),))
             for pair in sorted(shards)
             for part, path in sorted(shards[pair], key=lambda item: (-item[0], len(item[1]), item[1]))
         )
@@ -169,27 +236,7 @@ class FlowPacking(Packing):
 
     def paths(self, tree: TreeColumn) -> list[Path]:
         """Return the path to every rank that the tree's root sends to."""
-        paths, nodes = [], self.fabric.route_graph.nodes
-        for rank, wanted in enumerate(self.demand[tree.root]):
-            if wanted and rank != tree.root:
-                state, path = tree.up[rank], [rank]
-                while state != tree.root:
-                    state = tree.down[state]
-                    path.append(nodes[state % len(nodes)])
-                paths.append(tuple(path[::-1]))
-        return paths
-
-    def _stage(self, path: Path) -> Stage:
-        """Return a chain of edges along a path, one from each rank on it to the next."""
-        fabric = self.fabric
-        names = [fabric.nodes[node] for node in path]
-        stops = [place for place, node in enumerate(path) if node < fabric.size]
-        edges = []
-        for start, stop in pairwise(stops):
-            route = tuple(names[start : stop + 1])
-            links = [fabric.link_index[ends] for ends in pairwise(route)]
-            edges.append(Edge(path[start], path[stop], route, fabric.channel_of(links)))
-        return Stage("broadcast", path[0], tuple(edges))
+        return PathTree(tree.root, tree.up, tree.down, tree.usage).paths(self.fabric, self.demand[tree.root])
 
 
 @dataclass(frozen=True)

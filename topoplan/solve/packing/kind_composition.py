@@ -1,12 +1,9 @@
-"""Pack trees of a cluster by kind: column generation on a sample of its servers, at a cost that grows with its cells.
+"""Pack trees of a cluster by kind, and plan any collective there.
 
-The program is that of `topoplan.solve.packing.packing_program`, with one row for each class of links and one column
-for each template (`topoplan.plans.kind_templates`). A column is priced on the sample: the cheapest tree inside each
-server from each of its ranks, the cheapest local root in each cell for each centre, and for each class of leaves the
-cheaper of a star to all its servers and an entry that sends to the others of its leaf. Counts of servers enter as
-numbers only.
-
-The dual lengths of the classes prove the bound (`topoplan.plans.certificates.kind_lengths`).
+A column of the program (`topoplan.solve.packing.kind_program`) is a template (`topoplan.plans.kind_templates`). It is
+priced on the sample: the cheapest tree inside each server from each of its ranks, the cheapest local root in each cell
+for each centre, and for each class of leaves the cheaper of a star to all its servers and an entry that sends to the
+others of its leaf.
 """
 
 from __future__ import annotations
@@ -15,28 +12,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
-from itertools import combinations
-from math import gcd, lcm
-from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
 
-from topoplan.errors import InfeasibleError, PlanError, UsageError
+from topoplan.errors import InfeasibleError
 from topoplan.machine.cluster_by_kind import ClusterByKind, ClusterSample, ServerPlace
-from topoplan.machine.fabric import Arc, Fabric, usable_fabric
+from topoplan.machine.fabric import Arc, Fabric
 from topoplan.machine.fabric_structure import (
-    LARGEST_TABLE,
     FabricServers,
-    components,
-    group_elements,
-    link_permutation,
-    orbits,
 )
 from topoplan.plans.build import stage_order
 from topoplan.plans.kind_templates import (
-    SAMPLE,
     KindTemplate,
     class_crossings,
     entry_allowed,
@@ -44,25 +31,13 @@ from topoplan.plans.kind_templates import (
     represented,
 )
 from topoplan.plans.minimum_trees import UNREACHABLE
-from topoplan.plans.plan import COLLECTIVES, check_collective, root_rank
-from topoplan.plans.plan_by_kind import NOT_BY_KIND, PlanByKind, unsupported
+from topoplan.plans.plan import ALL_TO_ALL, check_collective, root_rank
+from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import Edge, Stage
-from topoplan.solve.cuts_and_partitions import whole_capacities
-from topoplan.solve.packing.column_generation import GUIDED_BITS, GUIDED_ROWS
 from topoplan.solve.packing.composition import ServerRoutes, ServerTrees, server_trees
+from topoplan.solve.packing.kind_all_to_all import KindExchange
+from topoplan.solve.packing.kind_program import KindColumn, KindProgram, Solution
 from topoplan.solve.packing.packing_program import rounded_lengths
-from topoplan.solve.route_table import FabricOrbits
-from topoplan.solve.simplex.exact_simplex import PackingSimplex
-from topoplan.solve.symmetry.symmetry_search import find_symmetry
-
-LOW = (1, 2)
-"""Heights of trees inside servers that are tried before any height."""
-
-FEW_ROWS = 64
-"""Rows of a program that is solved at once."""
-
-MOST_ROUNDS = 200
-"""Rounds of column generation after which the best forest so far is taken, with its gap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,46 +203,14 @@ class KindStars:
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
-    """A template of share 1, the rank that orders it, and its crossings of every class of links."""
+class _TemplateColumn(KindColumn):
+    """A template of share 1, ordered by its rank."""
 
     template: KindTemplate
-    rank: int
-    usage: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """A packing: its rate in GB/s, the columns' rates in proportion, and the dual lengths of the classes."""
-
-    rate: Fraction
-    columns: dict[_Column, Fraction]
-    duals: list[int]
-
-
-def _between(calm: Sequence[int], lengths: Sequence[int], limits: Sequence[int]) -> list[int]:
-    """Return lengths between the former ones and those of the last program, both scaled to one total.
-
-    Duals jump from vertex to vertex; columns that are cheap under the mean are more often part of the optimum (Wentges
-    1997).
-    """
-    former, latest = (sum(map(mul, limits, each)) for each in (calm, lengths))
-    if not former or not latest:
-        return list(lengths)
-    scale = lcm(former, latest) if max(former, latest) < _EXACT_TOTAL else _EXACT_TOTAL
-    return [
-        (CALM - 1) * a * scale // former + b * scale // latest for a, b in zip(calm, lengths, strict=True)
-    ]
-
-
-CALM = 4
-"""The latest dual lengths make one part in so many of the lengths under which columns are priced."""
-
-_EXACT_TOTAL = 1 << 60
-
-
-class KindPacking:
-    """Column generation of one collective on a cluster by kind; ``height`` limits the trees inside servers."""
+class KindPacking(KindProgram[_TemplateColumn]):
+    """Column generation of trees; the height is that of trees inside servers."""
 
     def __init__(
         self,
@@ -278,252 +221,36 @@ class KindPacking:
         channels: str,
         progress: Callable[[str], None] | None,
     ) -> None:
-        self.collective, self.progress = collective, progress
-        self.sample = cluster.sample(SAMPLE)
-        first = None
-        if root is not None:
-            server = self.sample.numbers.index(root[0])
-            first = sum(cluster.gpus_of_kind[cluster.cells[p.cell].kind] for p in self.sample.places[:server])
-            first += root[1]
-        self.root = first
-        self.fabric = usable_fabric(
-            self.sample.topology.settled(), channels=channels, collective=collective, root=first
-        )
-        if unsupported(self.fabric):
-            raise InfeasibleError(NOT_BY_KIND)
+        super().__init__(cluster, collective, root=root, channels=channels, progress=progress)
+        self.servers.check()
         self.stars = KindStars(self.sample, self.fabric)
-        self.stars.servers.check()
-        self.classes, counts = self.sample.link_classes(self.fabric.links)
-        self.orbits = FabricOrbits(self.fabric)
-        self.row_of_class = self._rows(self.symmetries)
-        self.rows = [self.row_of_class[number] for number in self.classes]
-        capacity, self.scale = whole_capacities(self.fabric)
-        capacity_of = dict(zip(self.classes, capacity, strict=True))
-        self.counts = [0] * (max(self.rows) + 1)
-        self.limits = [0] * len(self.counts)
-        for number, count in enumerate(counts):
-            row = self.row_of_class[number]
-            self.counts[row] += count
-            self.limits[row] += capacity_of[number] * count
-        self.shared = collective in ("allgather", "reduce_scatter")
 
-    @cached_property
-    def symmetries(self) -> tuple[NDArray[np.int64], ...]:
-        """Permutations of the fabric's nodes that map links to equal links and every server to itself.
-
-        The group has the fewest orbits of ranks, then the fewest rows beyond `FEW_ROWS`, then the fewest elements, as
-        every template has as many images in the plan. It is generated by some of the known symmetries, or by their
-        product.
-        """
-        fabric = self.fabric
-        server = {device.name: device.server for device in fabric.topology.devices}
-        home = np.unique([server[name] or name for name in fabric.nodes], return_inverse=True)[1]
-        found = [each for each in find_symmetry(fabric, fixed=self.root) if np.array_equal(home[each], home)]
-        best: tuple[tuple[int, ...], tuple[NDArray[np.int64], ...]] = ((), ())
-        for count in range(1, len(found) + 1):
-            for chosen in combinations(found, count):
-                product = chosen[0]
-                for each in chosen[1:]:
-                    product = product[each]
-                for generators in ((product,), chosen):
-                    elements = group_elements(generators, LARGEST_TABLE // len(fabric.nodes))
-                    assert elements is not None, "symmetries are chosen so that their group can be listed"
-                    ranks = len(set(orbits(len(fabric.nodes), generators)[: fabric.size].tolist()))
-                    rows = len(set(self._rows(generators)))
-                    key = (ranks, max(rows, FEW_ROWS), len(elements), rows)
-                    if not best[1] or key < best[0]:
-                        best = (key, generators)
-        return best[1]
-
-    def _rows(self, symmetries: Sequence[NDArray[np.int64]]) -> list[int]:
-        """Return the row of the program of every class of links: classes that a symmetry joins share one."""
-        number = np.array(self.classes, dtype=np.int64)
-        tails = np.tile(number, len(symmetries))
-        heads = [number[link_permutation(self.fabric, each)] for each in symmetries]
-        labels = components(
-            int(number.max()) + 1, tails, np.concatenate([np.zeros(0, dtype=np.int64), *heads])
-        )
-        return [int(row) for row in np.unique(labels, return_inverse=True)[1]]
-
-    @cached_property
-    def owners(self) -> list[tuple[int, int]]:
-        """The first rank of every orbit in one server of each cell, or the root, and the ranks that it represents."""
-        if self.root is not None:
-            return [(self.root, 1)]
-        orbit = orbits(len(self.fabric.nodes), self.symmetries).tolist()
-        counts: dict[int, int] = {}
-        for server in self.stars.roots():
-            servers = self.sample.cluster.cells[self.sample.places[server].cell].servers
-            for rank in self.stars.members[server]:
-                counts[orbit[rank]] = counts.get(orbit[rank], 0) + servers
-        return list(counts.items())
-
-    def images(self, template: KindTemplate) -> list[KindTemplate]:
-        """Return the distinct images of a template under the symmetries, each with an equal part of its share."""
-        if not self.symmetries:
-            return [template]
-        fabric = self.fabric
-        elements = group_elements(self.symmetries, LARGEST_TABLE // len(fabric.nodes))
-        assert elements is not None, "symmetries are chosen so that their group can be listed"
-        found: dict[tuple[Stage, ...], None] = {}
-        place = {name: number for number, name in enumerate(fabric.nodes)}
-        for element in elements.tolist():
-            stages = []
-            for stage in template.stages:
-                edges = tuple(
-                    Edge(
-                        element[edge.parent],
-                        element[edge.child],
-                        tuple(fabric.nodes[element[place[name]]] for name in edge.route),
-                        edge.channel,
-                    )
-                    for edge in stage.edges
+    def templates(self, solution: Solution[_TemplateColumn]) -> tuple[KindTemplate, ...]:
+        totals: dict[int, Fraction] = {}
+        for column, weight in solution.columns.items():
+            owner = column.rank if self.shared else 0
+            totals[owner] = totals.get(owner, Fraction(0)) + weight
+        size = self.sample.cluster.size
+        parts = {rank: Fraction(count, size) if self.shared else Fraction(1) for rank, count in self.owners}
+        found = [
+            image
+            for column, weight in solution.columns.items()
+            for image in self.images(
+                replace(
+                    column.template,
+                    share=weight * parts[column.rank] / totals[column.rank if self.shared else 0],
                 )
-                moved = Stage(stage.op, element[stage.root], edges)
-                stages.append(Stage(moved.op, moved.root, moved.top_down()))
-            found.setdefault(tuple(stages))
-        return [replace(template, share=template.share / len(found), stages=stages) for stages in found]
-
-    def solve(self, height: int | None, target: Fraction | None) -> Solution:
-        """Pack trees whose height inside servers is limited; stop at the rate ``target`` in GB/s."""
-        owners = len(self.owners) if self.shared else 0
-        limits = [*self.limits, *[0] * owners]
-        wide = max(self.limits).bit_length() > GUIDED_BITS
-        guided = len(self.limits) >= (GUIDED_ROWS // 2 if wide else GUIDED_ROWS)
-        if guided:
-            from topoplan.solve.simplex.guided_simplex import GuidedSimplex
-
-            program: PackingSimplex | GuidedSimplex = GuidedSimplex(limits)
-        else:
-            program = PackingSimplex(limits)
-        offset = 0
-        if owners:
-            program.add([[*[0] * len(self.limits), *(count for _, count in self.owners)]], [1])
-            offset = 1
-        place = {rank: number for number, (rank, _) in enumerate(self.owners)}
-        columns: list[_Column] = []
-        known: set[_Column] = set()
-        single = [limit // count for limit, count in zip(self.limits, self.counts, strict=True)]
-        lengths = [1000 * max(single) // limit for limit in single]
-        prices: list[int] = []
-        calm = lengths
-        for _ in range(MOST_ROUNDS):
-            fresh: list[_Column] = []
-            for priced_at in (calm, lengths) if prices else (lengths,):
-                for column in self._cheapest(priced_at, height):
-                    cost = sum(times * length for times, length in zip(column.usage, lengths, strict=True))
-                    price = prices[place[column.rank] if self.shared else 0] if prices else cost + 1
-                    if cost < price and column not in known:
-                        fresh.append(column)
-                        known.add(column)
-                if fresh:
-                    break
-            if not fresh and program.confirm():
-                break
-            columns += fresh
-            program.add(
-                [
-                    [*column.usage, *(-int(place[column.rank] == row) for row in range(owners))]
-                    for column in fresh
-                ],
-                [0 if self.shared else 1] * len(fresh),
             )
-            program.optimise()
-            duals, denominator = program.near_duals()
-            lengths = duals[: len(self.limits)]
-            prices = duals[len(self.limits) :] if self.shared else [denominator]
-            prices = [price - int(price * program.blur) for price in prices]
-            calm = _between(calm, lengths, self.limits)
-            if self.progress is not None:
-                self.progress(f"packing: {len(columns)} templates, {self._rate(program.near_value):.6g} GB/s")
-            if target is not None and self._exact(program.value) >= target:
-                break
-        solution = {columns[j - offset]: x for j, x in program.solution().items() if j >= offset}
-        return Solution(self._exact(program.value), solution, program.duals()[0][: len(self.limits)])
+        ]
+        return tuple(sorted(found, key=lambda one: (one.stages[0].root, -one.share)))
 
-    def class_lengths(self, duals: Sequence[int]) -> tuple[tuple[str, str, Fraction], ...]:
-        """Return lengths of the classes by the first link of each, whole numbers without common divisor."""
-        common = gcd(*duals) or 1
-        first: dict[int, tuple[str, str, Fraction]] = {}
-        for link, number, row in zip(self.fabric.links, self.classes, self.rows, strict=True):
-            if duals[row]:
-                first.setdefault(number, (link.src, link.dst, Fraction(duals[row] // common)))
-        return tuple(first.values())
-
-    def plain_lengths(self) -> Iterator[list[int]]:
-        """Yield lengths of 1 for the links that data crosses into sets, or out of them.
-
-        The sets are GPUs, servers, leaves and combinations of these; and the servers, or leaves, of one cell alone.
-        """
-        cell_of = {
-            f"s{n}": place.cell for n, place in zip(self.sample.numbers, self.sample.places, strict=True)
-        }
-        ranks = set(self.fabric.ranks)
-        server = {device.name: device.server for device in self.fabric.topology.devices}
-        for inwards in (True, False):
-            of_gpus: set[int] = set()
-            of_servers: dict[int, set[int]] = {}
-            of_leaves: dict[str, set[int]] = {}
-            for link, row in zip(self.fabric.links, self.rows, strict=True):
-                near, far = (link.dst, link.src) if inwards else (link.src, link.dst)
-                if near in ranks and server[far] == server[near]:
-                    of_gpus.add(row)
-                elif server[near] and not server[far]:
-                    of_servers.setdefault(cell_of[server[near]], set()).add(row)
-                elif near.startswith("leaf") and not server[far]:
-                    of_leaves.setdefault(near, set()).add(row)
-            levels = [of_gpus, set().union(*of_servers.values()), set().union(*of_leaves.values())]
-            chosen = [
-                set().union(*(rows for place, rows in enumerate(levels) if number >> place & 1))
-                for number in range(1, 8)
-            ]
-            if len(of_servers) > 1:
-                chosen += of_servers.values()
-            if len(of_leaves) > 1:
-                chosen += of_leaves.values()
-            for rows in dict.fromkeys(map(frozenset, chosen)):
-                if rows:
-                    yield [int(row in rows) for row in range(len(self.counts))]
-
-    def aim(self, root: int | None) -> Fraction | None:
-        """Return the lowest bound of `plain_lengths` in GB/s, at which a search may stop; None if none proves any."""
-        found = []
-        for lengths in self.plain_lengths():
-            try:
-                found.append(self.bare(root, lengths).exact_bound())
-            except PlanError:
-                continue
-        return min(found, default=None)
-
-    def bare(self, root: int | None, lengths: Sequence[int]) -> PlanByKind:
-        """Return a plan without templates under lengths of the classes."""
-        made = PlanByKind(
-            self.collective,
-            self.sample.cluster,
-            root,
-            self.fabric.channels,
-            (),
-            self.class_lengths(lengths),
-            0.0,
-            0.0,
-        )
-        made.__dict__.update(sample=self.sample, fabric=self.fabric)
-        return made
-
-    def _exact(self, value: Fraction) -> Fraction:
-        return value * (self.sample.cluster.size if self.shared else 1) / self.scale
-
-    def _rate(self, value: float) -> float:
-        return value * (self.sample.cluster.size if self.shared else 1) / self.scale
-
-    def _cheapest(self, lengths: Sequence[int], height: int | None) -> list[_Column]:
-        """Return the cheapest column of every owner under lengths of the classes."""
+    def cheapest(self, lengths: Sequence[int], height: int | None) -> list[_TemplateColumn]:
         short = rounded_lengths(lengths)
-        routes = ServerRoutes(self.orbits, self.stars.servers, tuple(short[row] for row in self.rows))
+        routes = ServerRoutes(self.orbits, self.servers, tuple(short[row] for row in self.rows))
         down = routes.cost()
         order = stage_order(self.collective)
-        below = server_trees(down, self.stars.servers, height) if "broadcast" in order else None
-        above = server_trees(down.T, self.stars.servers, height) if "reduce" in order else None
+        below = server_trees(down, self.servers, height) if "broadcast" in order else None
+        above = server_trees(down.T, self.servers, height) if "reduce" in order else None
         near = np.zeros_like(down)
         inside = np.zeros(len(down), dtype=np.int64)
         for table, trees in ((down, below), (down.T, above)):
@@ -539,9 +266,7 @@ class KindPacking:
             for centre in self.stars.centres(home) if reaches else ():
                 if centre != home and self.collective == "allreduce":
                     break
-                ranks = (
-                    self.stars.members[home] if centre == home and self.collective != "allreduce" else [rank]
-                )
+                ranks = self.members[home] if centre == home and self.collective != "allreduce" else [rank]
                 for start in ranks:
                     star = self.stars.star(costs, home, start, centre)
                     if star is not None and (best is None or star.join.cost < best[0]):
@@ -561,7 +286,7 @@ class KindPacking:
         below: ServerTrees | None,
         above: ServerTrees | None,
         routes: ServerRoutes,
-    ) -> _Column:
+    ) -> _TemplateColumn:
         stages = []
         for op in stage_order(self.collective):
             trees = below if op == "broadcast" else above
@@ -582,7 +307,7 @@ class KindPacking:
             tuple(Stage(stage.op, stage.root, stage.top_down()) for stage in stages),
         )
         usage = class_crossings(self.sample, self.fabric, self.rows, len(self.counts), template)
-        return _Column(template, rank, tuple(usage))
+        return _TemplateColumn(rank, tuple(usage), template)
 
     def _edges(self, op: str, root: int, parents: Sequence[int], routes: ServerRoutes) -> tuple[Edge, ...]:
         edges = []
@@ -612,7 +337,7 @@ def plan_by_kind(
     cluster : ClusterByKind
         From `topoplan.cluster_by_kind`.
     collective : str
-        all_reduce, all_gather, reduce_scatter, broadcast or reduce.
+        all_reduce, all_gather, reduce_scatter, broadcast, reduce or alltoall.
     root : int or None
         GPU number of the root of a broadcast or reduce; None takes GPU 0.
     channels : str
@@ -624,15 +349,17 @@ def plan_by_kind(
     -------
     PlanByKind
         Its trees have one edge into each server, or one into each GPU of it, from a root, a centre or an entry (see
-        `topoplan.plans.kind_templates`). Trees inside servers are as low as the rate allows. The gap is exact.
+        `topoplan.plans.kind_templates`). An all-to-all has paths (see `topoplan.plans.kind_exchange`), and every pair
+        of GPUs exchanges the same. Trees inside servers, and paths, are as low as the rate allows. The gap is exact.
 
     Raises
     ------
     UsageError
         An unknown collective, or a root that does not exist or fits no collective with one.
     InfeasibleError
-        Links do not connect the GPUs of a server, or the servers; a server reaches another only through a third; or
-        devices add, copy or forward data of other servers. Plan the listed cluster instead.
+        Links do not connect the GPUs; devices add, copy or forward data of other servers. For trees also: links inside
+        a server do not connect its GPUs, or a server reaches another only through a third. Plan the listed cluster
+        instead.
 
     See Also
     --------
@@ -649,79 +376,13 @@ def plan_by_kind(
     """
     started = time.perf_counter()
     collective = check_collective(collective)
-    if collective not in COLLECTIVES:
-        raise UsageError(f"{collective} is not planned by kind; list the cluster and use topoplan.plan")
     root = root_rank(range(cluster.size), collective, root)
     where = None
     if root is not None:
         where = cluster.server_of(root)
         cluster = cluster.apart(where[0])
-    packing = KindPacking(cluster, collective, root=where, channels=channels, progress=progress)
-    aim = packing.aim(root)
-    solved = []
-    try:
-        solved.append(packing.solve(1, aim))
-    except InfeasibleError:
-        if max(cluster.gpus_of_kind) < 3:
-            raise
-    made = _plan(packing, root, solved) if solved else None
-    if made is None or made.gap > 0:
-        whole = packing.solve(None, aim)
-        best = whole
-        for height in LOW:
-            try:
-                lower = solved[0] if height == 1 and solved else packing.solve(height, whole.rate)
-            except InfeasibleError:
-                continue
-            if lower.rate >= whole.rate:
-                best = lower
-                break
-        made = _plan(packing, root, [best, whole])
-    return made.timed(time.perf_counter() - started)
-
-
-def _plan(packing: KindPacking, root: int | None, solved: Sequence[Solution]) -> PlanByKind:
-    """Return the first solution as a plan, under the lowest known bound.
-
-    Those are the bounds of the dual lengths of all solutions, and if they leave a gap, of links into servers, GPUs and
-    leaves with length 1.
-    """
-    cluster = packing.sample.cluster
-    totals: dict[int, Fraction] = {}
-    for column, weight in solved[0].columns.items():
-        owner = column.rank if packing.shared else 0
-        totals[owner] = totals.get(owner, Fraction(0)) + weight
-    parts = {
-        rank: Fraction(count, cluster.size) if packing.shared else Fraction(1)
-        for rank, count in packing.owners
-    }
-    templates = [
-        image
-        for column, weight in solved[0].columns.items()
-        for image in packing.images(
-            replace(
-                column.template,
-                share=weight * parts[column.rank] / totals[column.rank if packing.shared else 0],
-            )
-        )
-    ]
-    templates.sort(key=lambda one: (one.stages[0].root, -one.share))
-    best: PlanByKind | None = None
-    for duals in (*(one.duals for one in solved), *packing.plain_lengths()):
-        if best is not None and best.gap == 0:
-            break
-        try:
-            made = PlanByKind.build(
-                cluster,
-                packing.collective,
-                root=root,
-                channels=packing.fabric.channels,
-                templates=tuple(templates),
-                lengths=packing.class_lengths(duals),
-            )
-        except PlanError:
-            continue
-        if best is None or made.bound < best.bound:
-            best = made
-    assert best is not None, "links into GPUs prove a bound"
-    return best
+    program = KindExchange if collective == ALL_TO_ALL else KindPacking
+    packing: KindExchange | KindPacking = program(
+        cluster, collective, root=where, channels=channels, progress=progress
+    )
+    return packing.best_plan(root).timed(time.perf_counter() - started)

@@ -1,0 +1,184 @@
+"""The even all-to-all of a cluster by kind: templates of paths on a sample of its servers, and the images of these.
+
+Pairs of ranks with equal cells and GPU numbers are one *commodity* if both are on one server, or both on two servers of
+one leaf, or both in two leaves. A template is a path over a `ClusterSample`, for a part of the block of every pair of
+one commodity. It may pass other ranks: of the source's server, of the destination's, or of a third one.
+
+The images of a template are its orbit under the permutations of the leaves of every class, and of the servers of every
+cell in a leaf. So the source is each server of its cell, the destination each server in the same relation to it, and
+each other server of the path every one that is placed like it: in the source's leaf, the destination's, or another one
+of a class. Equal servers stay equal, and different ones different. Every pair of a commodity has equally many images,
+with equal parts of its block. The group maps each link of a class to every other, so all links of a class carry the
+same: the pairs, times the links of the class on the path, divided by the number of links of the class.
+
+Images are numbered in a mixed radix. Each server of the path has two digits, the source first and the destination
+second, the most significant digit first: its leaf among those of the class that no earlier server has, if its leaf is
+new, and its position among those of the cell in that leaf that no earlier server has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from math import prod
+
+from topoplan.machine.cluster_by_kind import ClusterSample, ServerPlace
+from topoplan.machine.fabric import Fabric
+from topoplan.plans.kind_templates import leaf_of, local_numbers, rank_servers, renamed
+from topoplan.plans.loads import edge_links
+from topoplan.plans.shards import Edge, Shard, Stage, path_ends
+
+
+@dataclass(frozen=True, slots=True)
+class KindPath:
+    """A path of a part of the block of every pair of a commodity.
+
+    ``share`` is that part, above 0 and at most 1. ``stages`` is one broadcast: a chain of edges on ranks of the sample.
+    """
+
+    share: Fraction
+    stages: tuple[Stage, ...]
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Source and destination, as ranks of the sample; PlanError if the edges are not a path."""
+        return path_ends(Shard(self.share, self.stages))
+
+
+@dataclass(frozen=True)
+class PathImages:
+    """The images of one path as shards of the whole cluster, made on request."""
+
+    sample: ClusterSample
+    fabric: Fabric
+    template: KindPath
+
+    @cached_property
+    def _home(self) -> list[int]:
+        return rank_servers(self.sample, self.fabric)
+
+    @cached_property
+    def _local(self) -> list[int]:
+        return local_numbers(self._home)
+
+    @cached_property
+    def _servers(self) -> list[int]:
+        """The servers of the sample on the path, source and destination first."""
+        (stage,) = self.template.stages
+        passed = (device for edge in stage.edges for device in edge.route)
+        inner = [self.sample.server_of(device) for device in passed if "." in device]
+        return list(dict.fromkeys([*self._ends, *inner]))
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """The servers of source and destination."""
+        return [self.sample.server_of(self.fabric.ranks[rank]) for rank in self.template.ends]
+
+    def _radices(self, servers: Sequence[int]) -> list[tuple[int, int]]:
+        """Return how many leaves, and how many positions there, each of some servers may take after those before."""
+        cells, places = self.sample.cluster.cells, self.sample.places
+        leaves: dict[int, set[int]] = {}
+        taken: dict[tuple[int, int], int] = {}
+        found = []
+        for server in servers:
+            place = places[server]
+            cell = cells[place.cell]
+            known = leaves.setdefault(cell.leaf_class, set())
+            free = 1 if place.leaf in known else cell.leaves - len(known)
+            known.add(place.leaf)
+            before = taken.get(place[:2], 0)
+            taken[place[:2]] = before + 1
+            found.append((free, cell.count - before))
+        return found
+
+    @cached_property
+    def _digits(self) -> list[tuple[int, int]]:
+        return self._radices(self._servers)
+
+    @cached_property
+    def count(self) -> int:
+        """Number of images."""
+        return prod(leaves * positions for leaves, positions in self._digits)
+
+    @property
+    def edges(self) -> int:
+        """Number of edges of one image."""
+        return len(self.template.stages[0].edges)
+
+    @cached_property
+    def pairs(self) -> int:
+        """Number of pairs of ranks of the commodity."""
+        ends = list(dict.fromkeys(self._ends))
+        return prod(leaves * positions for leaves, positions in self._radices(ends))
+
+    def load(self, edge: Edge) -> Fraction:
+        """Return what the images of one edge carry together: bytes for each byte of the buffer."""
+        return self.template.share * Fraction(self.pairs, self.sample.cluster.size)
+
+    def loads(self, classes: Sequence[int]) -> dict[int, Fraction]:
+        """Return the load of all links of each used class together: bytes for each byte of the buffer."""
+        found: dict[int, Fraction] = {}
+        for stage in self.template.stages:
+            for edge in stage.edges:
+                load = self.load(edge)
+                for link in edge_links(edge, stage.op, self.fabric):
+                    found[classes[link]] = found.get(classes[link], Fraction(0)) + load
+        return found
+
+    def places(self, number: int) -> dict[int, ServerPlace]:
+        """Return for every server of the sample on the path its place in one image."""
+        places, cells = self.sample.places, self.sample.cluster.cells
+        digits = []
+        for leaves, positions in reversed(self._digits):
+            number, position = divmod(number, positions)
+            number, leaf = divmod(number, leaves)
+            digits.append((leaf, position))
+        leaf_at: dict[int, dict[int, int]] = {}
+        found: dict[int, ServerPlace] = {}
+        for server, (leaf, position) in zip(self._servers, reversed(digits), strict=True):
+            place = places[server]
+            known = leaf_at.setdefault(cells[place.cell].leaf_class, {})
+            if place.leaf not in known:
+                known[place.leaf] = _free(leaf, known.values())
+            at = known[place.leaf]
+            taken = [one.position for one in found.values() if one[:2] == (place.cell, at)]
+            found[server] = ServerPlace(place.cell, at, _free(position, taken))
+        return found
+
+    def shard(self, number: int) -> Shard:
+        """Return one image as a shard of the whole cluster, with its part of the share."""
+        sample, cluster = self.sample, self.sample.cluster
+        found = self.places(number)
+        server_at = {server: cluster.server(place) for server, place in found.items()}
+        names = {f"s{sample.numbers[server]}": f"s{image}" for server, image in server_at.items()}
+        leaves: dict[str, str] = {}
+        if cluster.network.kind == "fat-tree":
+            for server, place in found.items():
+                leaf_class, leaf = leaf_of(sample, server)
+                own, image = (cluster.leaf_number(leaf_class, one) for one in (leaf, place.leaf))
+                leaves[f"leaf{own}"] = f"leaf{image}"
+
+        def rank(of: int) -> int:
+            return cluster.first_rank(server_at[self._home[of]]) + self._local[of]
+
+        (stage,) = self.template.stages
+        edges = tuple(
+            Edge(
+                rank(edge.parent),
+                rank(edge.child),
+                tuple(renamed(device, names, leaves) for device in edge.route),
+                edge.channel,
+            )
+            for edge in stage.edges
+        )
+        share = self.template.share * Fraction(self.pairs, self.count * cluster.size)
+        return Shard(share, (Stage(stage.op, rank(stage.root), edges),))
+
+
+def _free(number: int, taken: Iterable[int]) -> int:
+    """Return the place with this number, from 0, among the free ones."""
+    for one in sorted(taken):
+        number += one <= number
+    return number

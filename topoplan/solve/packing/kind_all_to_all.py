@@ -1,0 +1,123 @@
+"""Pack the even all-to-all of a cluster by kind: paths on a sample of its servers.
+
+    maximise f, subject to   sum of x(T) usage(T, C) <= capacity(C),   sum of x(T) over the trees of rank s = n(s) f,
+
+for classes of links C, where s stands for n(s) ranks. A tree of s leads to one rank of every commodity of s
+(`topoplan.plans.kind_exchange`), which counts as often as one source has destinations there. As in
+`topoplan.solve.packing.all_to_all` the cheapest tree is one of shortest paths. The mean of a routing over the
+permutations of equivalent servers loads all links of a class equally, so the optimum is that of the whole cluster.
+
+Paths keep to the servers that are ends of commodities. Another server of the source's cell and leaf can be replaced by
+the source's, one of the destination's by that of the destination, and another leaf of their classes by theirs, and no
+path gets longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.cluster_by_kind import ClusterByKind
+from topoplan.plans.certificates.kind_lengths import pair_counts
+from topoplan.plans.kind_exchange import KindPath
+from topoplan.solve.packing.all_to_all import Path, path_stage, shortest_path_tree
+from topoplan.solve.packing.kind_program import KindColumn, KindProgram, Solution
+
+
+@dataclass(frozen=True, slots=True)
+class _PathsColumn(KindColumn):
+    """A path from a rank to one rank of each commodity."""
+
+    paths: tuple[Path, ...]
+
+
+class KindExchange(KindProgram[_PathsColumn]):
+    """Column generation of the even all-to-all; the height is the number of edges on a path from rank to rank."""
+
+    def __init__(
+        self,
+        cluster: ClusterByKind,
+        collective: str,
+        *,
+        root: tuple[int, int] | None,
+        channels: str,
+        progress: Callable[[str], None] | None,
+    ) -> None:
+        if cluster.size < 2:
+            raise UsageError("an all-to-all by kind must have two GPUs or more, got 1; nothing moves there")
+        super().__init__(cluster, collective, root=root, channels=channels, progress=progress)
+
+    @cached_property
+    def _demand(self) -> dict[int, list[int]]:
+        """For the rank of every owner, how many ranks each rank of the sample stands for as a destination."""
+        home = self.servers.of_rank.tolist()
+        found = {}
+        for rank, _ in self.owners:
+            counts = pair_counts(self.sample, home, rank)
+            found[rank] = [counts.get(other, 0) for other in range(self.fabric.size)]
+        return found
+
+    @cached_property
+    def _leaving(self) -> dict[int, list[list[tuple[int, int]]]]:
+        """For the rank of every owner, the next states of every state, with rows, on servers that are ends for it."""
+        fabric = self.fabric
+        server = {device.name: device.server for device in fabric.topology.devices}
+        graph = fabric.route_graph
+        found: dict[int, list[list[tuple[int, int]]]] = {}
+        known: dict[frozenset[str], list[list[tuple[int, int]]]] = {}
+        for rank, wanted in self._demand.items():
+            ends = (fabric.ranks[other] for other, amount in enumerate(wanted) if amount or other == rank)
+            kept = frozenset({"", *(server[name] for name in ends)})
+            if kept not in known:
+                known[kept] = [
+                    [
+                        (state, self.rows[link])
+                        for link, state in arcs
+                        if server[fabric.nodes[graph.nodes[state]]] in kept
+                    ]
+                    for arcs in graph.leaving()
+                ]
+            found[rank] = known[kept]
+        return found
+
+    def cheapest(self, lengths: Sequence[int], height: int | None) -> list[_PathsColumn]:
+        columns = []
+        for rank, wanted in self._demand.items():
+            tree = shortest_path_tree(self.fabric, self._leaving[rank], rank, wanted, lengths, height=height)
+            if tree is None:
+                name = self.fabric.ranks[rank]
+                raise InfeasibleError(f"{name} does not reach every other GPU by a path of {height} edges")
+            columns.append(_PathsColumn(rank, tree.usage, tuple(tree.paths(self.fabric, wanted))))
+        return columns
+
+    def heights(self, solution: Solution[_PathsColumn]) -> Iterable[int]:
+        size = self.fabric.size
+        paths = (path for column in solution.columns for path in column.paths)
+        return range(1, max(sum(node < size for node in path) - 1 for path in paths))
+
+    def templates(self, solution: Solution[_PathsColumn]) -> tuple[KindPath, ...]:
+        totals: dict[int, Fraction] = {}
+        for column, weight in solution.columns.items():
+            totals[column.rank] = totals.get(column.rank, Fraction(0)) + weight
+        cells, places, home = self.sample.cluster.cells, self.sample.places, self.servers.of_rank
+        ranks = {rank: count // cells[places[home[rank]].cell].servers for rank, count in self.owners}
+        shares: dict[Path, Fraction] = {}
+        for column, weight in solution.columns.items():
+            for path in column.paths:
+                shares[path] = shares.get(path, Fraction(0)) + weight / totals[column.rank]
+        found: dict[KindPath, Fraction] = {}
+        for path, share in shares.items():
+            # Each of the equivalent sources sends the whole block.
+            part = KindPath(share * ranks[path[0]], (path_stage(self.fabric, path),))
+            for image in self.images(part):
+                bare = replace(image, share=Fraction(1))
+                found[bare] = found.get(bare, Fraction(0)) + image.share
+        return tuple(
+            replace(bare, share=found[bare])
+            for bare in sorted(
+                found, key=lambda one: (one.ends, -found[one], [edge.route for edge in one.stages[0].edges])
+            )
+        )
