@@ -271,6 +271,24 @@ def test_a_wrong_share_is_named(share: str, fault: str) -> None:
         verify_by_kind(wrong)
 
 
+def test_a_detour_over_the_leaf_of_no_server_is_refused() -> None:
+    cluster = topoplan.cluster_by_kind(
+        [Server("v100x4", [0], count=8)], nic_gbps=100, network="fat-tree", leaf_size=2
+    )
+    plan = topoplan.plan_by_kind(cluster, "alltoall")
+    value: Any = json.loads(plan.to_json())
+    routes = [edge[0] for template in value["templates"] for edge in template["edges"]]
+    route = next(route for route in routes if "spine0" in route)
+    free = sorted({"leaf0", "leaf1", "leaf2"} - set(route))[0]
+    place = route.index("spine0")
+    route[place:place] = ["spine0", free]
+    read = PlanByKind.from_object(value)
+    # All images would cross that one leaf, so its links carry more than those of the other leaves.
+    assert topoplan.verify(read.listed()).exact_rate != read.exact_rate()
+    with pytest.raises(PlanError, match=f"passes {free}, on which none of its servers is"):
+        verify_by_kind(read)
+
+
 def test_trees_are_not_templates_of_an_all_to_all() -> None:
     cluster = topoplan.cluster_by_kind([Server("dgx-1v", count=2)], nic_gbps=100)
     exchange = topoplan.plan_by_kind(cluster, "alltoall")
