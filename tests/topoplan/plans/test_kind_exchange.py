@@ -117,8 +117,9 @@ def test_100000_gpus_have_the_known_optimum(network: str, more: dict[str, Any], 
     report = verify_by_kind(plan)
     assert report.exact_rate == report.exact_bound == Fraction(each * 100_000, 100_000 - near)
     assert plan.height == 1
-    assert len(plan.templates) < 1000
-    assert plan.num_trees >= 100_000 * 99_999
+    pairs = 100_000 * 99_999
+    # A basis splits few commodities: none but on the fat tree, and there few pairs.
+    assert pairs <= plan.num_trees <= (pairs if network != "fat-tree" else 1.001 * pairs)
 
 
 def paths(plan: PlanByKind) -> list[PathImages]:

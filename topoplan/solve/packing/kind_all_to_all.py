@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind
@@ -25,6 +26,10 @@ from topoplan.plans.certificates.kind_lengths import pair_counts
 from topoplan.plans.kind_exchange import KindPath
 from topoplan.solve.packing.all_to_all import Path, path_stage, shortest_path_tree
 from topoplan.solve.packing.kind_program import KindColumn, KindProgram, Solution
+from topoplan.solve.simplex.exact_simplex import PackingSimplex
+
+MOST_PAIR_ROWS = 256
+"""Rows of the program that looks for fewer paths: a larger one takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +113,7 @@ class KindExchange(KindProgram[_PathsColumn]):
         for column, weight in solution.columns.items():
             for path in column.paths:
                 shares[path] = shares.get(path, Fraction(0)) + weight / totals[column.rank]
+        shares = self._fewer_paths(shares)
         found: dict[KindPath, Fraction] = {}
         for path, share in shares.items():
             # Each of the equivalent sources sends the whole block.
@@ -121,3 +127,35 @@ class KindExchange(KindProgram[_PathsColumn]):
                 found, key=lambda one: (one.ends, -found[one], [edge.route for edge in one.stages[0].edges])
             )
         )
+
+    def _fewer_paths(self, shares: dict[Path, Fraction]) -> dict[Path, Fraction]:
+        """Return shares of as many paths as a basis of the program with a row for each pair has, at the same rate.
+
+        They stay as they are if that program has more than `MOST_PAIR_ROWS` rows.
+        """
+        pairs = list(dict.fromkeys((path[0], path[-1]) for path in shares))
+        rows = len(self.limits)
+        if len(pairs) == len(shares) or rows + len(pairs) > MOST_PAIR_ROWS:
+            return shares
+        place = {pair: number for number, pair in enumerate(pairs)}
+        ranks = dict(self.owners)
+        program = PackingSimplex([*self.limits, *[0] * len(pairs)])
+        demand = [ranks[source] * self._demand[source][destination] for source, destination in pairs]
+        columns = [[*[0] * rows, *demand]]
+        nodes, index = self.fabric.nodes, self.fabric.link_index
+        for path in shares:
+            column = [0] * (rows + len(pairs))
+            for src, dst in pairwise(path):
+                column[self.rows[index[nodes[src], nodes[dst]]]] += 1
+            column[rows + place[path[0], path[-1]]] = -1
+            columns.append(column)
+        program.add(columns, [1, *[0] * len(shares)])
+        program.optimise()
+        solution = program.solution()
+        rate = solution[0]
+        paths = list(shares)
+        return {
+            path: solution[number] / (rate * demand[place[path[0], path[-1]]])
+            for number, path in enumerate(paths, start=1)
+            if number in solution
+        }
