@@ -25,7 +25,7 @@ from topoplan.machine.hardware import with_capable
 from topoplan.machine.topology import Topology
 from topoplan.plans.kind_exchange import KindPath
 from topoplan.plans.kind_templates import KindTemplate
-from topoplan.plans.plan import COLLECTIVES, check_collective, collective_name
+from topoplan.plans.plan import ALL_TO_ALL, collective_name
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import bracket_notation
 from topoplan.reading.load import load_cluster_by_kind
@@ -61,7 +61,7 @@ def requested_cluster(options: argparse.Namespace) -> ClusterByKind | None:
     listed = options.listed or options.bound_only or options.method != "exact" or options.schedule != "trees"
     listed = listed or any(getattr(options, name) not in (None, False) for name in _LISTED_ONLY)
     listed = listed or options.channels not in _CHANNELS
-    if not listed and check_collective(options.collective) in COLLECTIVES:
+    if not listed:
         cluster = _described(options)
         if cluster is not None and (cluster.size <= MOST_LISTED or cluster.servers < 2):
             cluster = None
@@ -116,6 +116,7 @@ def run(options: argparse.Namespace, cluster: ClusterByKind) -> Answer | None:
 def plan_lines(plan: PlanByKind, *, every: bool = False) -> Iterator[str]:
     """Yield the verdict, the rate against its bound, and the templates, at most a few unless ``every``."""
     size = plan.size
+    noun, roots = ("paths", "sources") if plan.collective == ALL_TO_ALL else ("trees", "roots")
     yield (
         f"{operation_words(plan)} on {plan.cluster.name}, {size:,} GPUs of {plan.cluster.servers:,} servers, over "
         f"{channel_words(plan.channels)}: {rate_verdict(plan.gap, without_words(plan))}"
@@ -124,7 +125,7 @@ def plan_lines(plan: PlanByKind, *, every: bool = False) -> Iterator[str]:
         ("algbw", rate_words(plan.rate, plan.collective, size)),
         ("upper bound", f"{rate_words(plan.bound, plan.collective, size)}: {plan.explain_bound()}"),
         (
-            "trees",
+            noun,
             f"{plan.num_trees:,} of height {plan.height}, the images of {counted(len(plan.templates), 'template')}",
         ),
     )
@@ -139,13 +140,13 @@ def plan_lines(plan: PlanByKind, *, every: bool = False) -> Iterator[str]:
             f"{sum(int(str(row['images'])) for row in alike):,}",
             str(alike[0]["share each"]),
             f"{alike[0]['GB/s']:.4g}",
-            rank_names([str(row["root"]) for row in alike]),
+            rank_names([*dict.fromkeys(str(row["root"]) for row in alike)]),
             *(str(alike[0][key]) for key in ("height", "tree")),
         )
         for alike in rows
     ]
     yield table(
-        ("trees", "fraction each", "GB/s each", "roots in a server", "height", "edges of the first"), cells
+        (noun, "fraction each", "GB/s each", f"{roots} in a server", "height", "edges of the first"), cells
     )
     yield from folded_line(left, "shape")
     if plan.planning_seconds is not None:
@@ -192,12 +193,12 @@ def template_row(
     plan: PlanByKind, template: KindTemplate | KindPath, *, longest: int | None = None
 ) -> dict[str, object]:
     """Return one template: its images, the share and GB/s of each, root, height and edges on the sample's servers."""
-    images = plan.images(template).count
+    images = plan.images(template)
     stage = template.stages[-1]
     return {
-        "images": images,
-        "share each": str(template.share / images),
-        "GB/s": float(template.share / images) * plan.rate,
+        "images": images.count,
+        "share each": str(images.share_each),
+        "GB/s": float(images.share_each) * plan.rate,
         "root": plan.fabric.ranks[stage.root],
         "height": stage.height,
         "tree": bracket_notation(plan.fabric.ranks, stage, longest=longest),

@@ -51,7 +51,7 @@ from topoplan.model.times_by_size import TimeBound, check_times
 from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.file_values import finite, parse_object, read_list, read_object
 from topoplan.plans.mesh_plans import MeshGroup, MeshPlans, is_mesh, verify_mesh
-from topoplan.plans.plan import Plan, Plans, SizeRange, check_shape, collective_name
+from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans, SizeRange, check_shape, collective_name
 from topoplan.plans.size_plans import SizePlans
 from topoplan.plans.survival import FailureOutcome, MachineFailure, SurvivalPlans, verify_survival
 from topoplan.plans.verify import Verification, verify_all
@@ -149,6 +149,7 @@ def _by_kind_answer(plan: PlanByKind, text: str) -> Answer:
     from topoplan.plans.verify_by_kind import verify_by_kind
 
     report = verify_by_kind(plan)
+    noun = "paths" if plan.collective == ALL_TO_ALL else "trees"
     stated = parse_object(text)
     for key, found in (("trees", report.trees), ("height", report.height)):
         if stated.get(key, found) != found:
@@ -167,7 +168,7 @@ def _by_kind_answer(plan: PlanByKind, text: str) -> Answer:
             ("upper bound", f"{most} (exactly {report.exact_bound}), recomputed: {plan.explain_bound()}"),
             (
                 "checked",
-                f"{POSTCONDITION}; {report.trees:,} trees of height {report.height}, by their templates",
+                f"{POSTCONDITION}; {report.trees:,} {noun} of height {report.height}, by their templates",
             ),
             (
                 "full links",

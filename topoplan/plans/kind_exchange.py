@@ -113,6 +113,11 @@ class PathImages:
         ends = list(dict.fromkeys(self._ends))
         return prod(leaves * positions for leaves, positions in self._radices(ends))
 
+    @property
+    def share_each(self) -> Fraction:
+        """Fraction of a rank's buffer that one image carries."""
+        return self.template.share * Fraction(self.pairs, self.count * self.sample.cluster.size)
+
     def load(self, edge: Edge) -> Fraction:
         """Return what the images of one edge carry together: bytes for each byte of the buffer."""
         return self.template.share * Fraction(self.pairs, self.sample.cluster.size)
@@ -173,8 +178,7 @@ class PathImages:
             )
             for edge in stage.edges
         )
-        share = self.template.share * Fraction(self.pairs, self.count * cluster.size)
-        return Shard(share, (Stage(stage.op, rank(stage.root), edges),))
+        return Shard(self.share_each, (Stage(stage.op, rank(stage.root), edges),))
 
 
 def _free(number: int, taken: Iterable[int]) -> int:

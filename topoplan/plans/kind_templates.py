@@ -223,6 +223,11 @@ class TemplateImages:
         """Number of edges of one image."""
         return (self.sample.cluster.size - 1) * len(self.template.stages)
 
+    @property
+    def share_each(self) -> Fraction:
+        """Fraction of the buffer that one image carries."""
+        return self.template.share / self.count
+
     def load(self, edge: Edge) -> Fraction:
         """Return what the images of one edge carry together: bytes for each byte of the buffer."""
         return self.template.share * Fraction(self._stands[self._home[edge.child]])
@@ -278,7 +283,7 @@ class TemplateImages:
             root = members[home[stage.root]][0][0]
             made = Stage(stage.op, cluster.first_rank(root) + local[stage.root], tuple(edges))
             stages.append(Stage(made.op, made.root, made.top_down()))
-        return Shard(self.template.share / self.count, tuple(stages))
+        return Shard(self.share_each, tuple(stages))
 
     def _leaf_names(
         self, edge: Edge, child: int, parent: int, below: tuple[int, int], above: tuple[int, int]

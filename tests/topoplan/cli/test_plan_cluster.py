@@ -1,0 +1,90 @@
+"""``plan`` of clusters of more than 256 GPUs, by kinds of servers, and the commands that take their files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkout import Done, Run
+from tests.topoplan.cli.conftest import Told
+
+BIG = "plan dgx-h100 --servers 12500 --nic-bandwidth 400Gb/s --nic-access direct"
+
+HEAD = "all_reduce on 12500 x dgx-h100, 100,000 GPUs of 12,500 servers, over NVLink and the network: "
+
+
+def test_a_hundred_thousand_gpus_go_through_their_file(
+    done: Done, told: Told, run: Run, tmp_path: Path
+) -> None:
+    place = tmp_path / "big.json"
+    said = done(f"{BIG} -o {place}")
+    assert said.startswith(f"{HEAD}provably optimal\nalgbw        200.016 GB/s, busbw 400.028 GB/s\n")
+    assert all(len(line) <= 120 for line in said.splitlines())
+    assert place.stat().st_size < 100_000
+    assert place.read_text() == done(f"{BIG} -o -")
+    assert done(f"verify {place}").startswith(f"valid: {HEAD}provably optimal\n")
+    assert told(f"verify {place}")["gpus"] == 100_000
+    value = json.loads(place.read_text())
+    status, _, err = run("verify -", stdin=json.dumps({**value, "bound": 201.0}))
+    assert status == 1
+    assert "claims a bound of 201 GB/s; recomputed it is 200.016" in err
+    status, _, err = run(f"simulate {place}")
+    assert status == 2
+    assert "of 100,000 GPUs has" in err
+    assert "choose fewer servers" in err
+
+
+def test_one_server_of_many(done: Done, told: Told, run: Run) -> None:
+    part = told(f"{BIG} --list s17 --json")["server"]
+    gpus = {row["gpu"] for row in part["gpus"]}
+    assert gpus == {f"s17.gpu{gpu}" for gpu in range(8)}
+    network = sum(row["sent"] for row in part["gpus"] if row["channel"] == "network")
+    assert network == pytest.approx(2 * 12_499 / 12_500)
+    assert "s17: ranks 136 to 143, one of 12,500 equivalent servers" in done(f"{BIG} --list s17")
+    for name, words in (("s12500", "from s0 to s12499"), ("node1", "from s0 to s12499")):
+        status, _, err = run(f"{BIG} --list {name}")
+        assert (status, words in err) == (2, True)
+    status, _, err = run("plan dgx-1v --list s0")
+    assert (status, "add --servers" in err) == (2, True)
+    status, _, err = run("plan dgx-1v --servers 2 --nic-bandwidth 100Gb/s --list s0")
+    assert (status, "more than 256 GPUs" in err) == (2, True)
+
+
+def test_all_to_all_and_broadcast(done: Done) -> None:
+    said = done(f"{BIG} --collective all_to_all")
+    assert "provably optimal" in said
+    assert "paths        9,999,900,000 of height 1" in said
+    assert done(f"{BIG} --collective broadcast --root 13").startswith(
+        "broadcast from s1.gpu5 on 12500 x dgx-h100, "
+    )
+
+
+def test_a_cluster_file_of_three_kinds(done: Done, tmp_path: Path) -> None:
+    servers = [
+        {"machine": name, "count": count}
+        for name, count in (("v100x4", 300), ("dgx-1v", 20), ("nvlink-x4", 40))
+    ]
+    network = {"kind": "fat-tree", "nic_gbps": 100, "leaf_size": 40, "oversubscription": 2}
+    place = tmp_path / "mixed.json"
+    place.write_text(
+        json.dumps({"format": "topoplan.cluster/1", "name": "mixed", "servers": servers, "network": network})
+    )
+    said = done(f"plan {place}")
+    assert said.startswith(
+        "all_reduce on mixed, 1,520 GPUs of 360 servers, over NVLink and the network: provably optimal\n"
+    )
+
+
+def test_options_of_listed_plans_list_the_cluster(done: Done, tmp_path: Path) -> None:
+    small = "plan v100x4 --servers 66 --nic-bandwidth 100Gb/s"
+    by_kind, listed = done(small), done(f"{small} --listed")
+    assert "264 GPUs of 66 servers" in by_kind
+    assert "264 GPUs (s0-65.gpu0-3)" in listed
+    assert [line for line in by_kind.splitlines() if line.startswith("algbw")] == [
+        line for line in listed.splitlines() if line.startswith("algbw")
+    ]
+    place = tmp_path / "small.json"
+    done(f"{small} -o {place}")
+    assert done(f"simulate {place} --size 64MB").startswith("all_reduce on 66 x v100x4, 264 GPUs")
