@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from fractions import Fraction
 
-from topoplan.cli.machine_options import FAULT_OPTIONS, NETWORK_OPTIONS, requested_by_kind
+from topoplan.cli.machine_options import NETWORK_OPTIONS, faulty_by_kind, requested_by_kind
 from topoplan.cli.output import (
     Answer,
     folded,
@@ -44,7 +44,7 @@ _LISTED_ONLY = (
         "tolerance",
         "order",
     ),
-    *("demand", "size", "density", "schedule_file", "sizes", "mesh", "survive", *FAULT_OPTIONS),
+    *("demand", "size", "density", "schedule_file", "sizes", "mesh", "survive"),
 )
 """Options of listed plans, if they are given."""
 
@@ -64,6 +64,8 @@ def requested_cluster(options: argparse.Namespace) -> ClusterByKind | None:
         cluster = _described(options)
         if cluster is not None and (cluster.size <= MOST_LISTED or cluster.servers < 2):
             cluster = None
+        if cluster is not None:
+            cluster = faulty_by_kind(options, cluster)
     if options.list is not None and cluster is None:
         raise UsageError(
             f"--list needs a cluster of more than {MOST_LISTED} GPUs that is planned by kind; leave --list out, or "
@@ -76,7 +78,8 @@ def _described(options: argparse.Namespace) -> ClusterByKind | None:
     if isinstance(options.topo, Topology):
         return requested_by_kind(options, options.topo)
     if options.servers is None and options.domain is None:
-        if any(getattr(options, name) is not None for name in (*DESCRIPTION_OPTIONS, *NETWORK_OPTIONS)):
+        given = (*DESCRIPTION_OPTIONS, *NETWORK_OPTIONS, "overlay")
+        if any(getattr(options, name) is not None for name in given):
             return None
         return load_cluster_by_kind(options.topo)
     return requested_by_kind(options, read_topology(options))
@@ -87,7 +90,11 @@ def run(options: argparse.Namespace, cluster: ClusterByKind) -> Answer | None:
     try:
         with progress_line("planning") as progress:
             made = plan_by_kind(
-                cluster, options.collective, root=options.root, channels=options.channels, progress=progress
+                cluster,
+                options.collective,
+                root=_root_rank(options),
+                channels=options.channels,
+                progress=progress,
             )
     except InfeasibleError:
         return None
@@ -110,6 +117,14 @@ def run(options: argparse.Namespace, cluster: ClusterByKind) -> Answer | None:
         file=made.to_json,
         notes=made.notes,
     )
+
+
+def _root_rank(options: argparse.Namespace) -> int | None:
+    """Return the rank of the root, whose number on the command line counts the GPUs that are taken out."""
+    gone = {gpu for numbers in options.without_gpu or () for gpu in numbers}
+    if options.root in gone:
+        raise UsageError(f"root {options.root} is named by --without-gpu; name one of the remaining GPUs")
+    return None if options.root is None else options.root - sum(gpu < options.root for gpu in gone)
 
 
 def plan_lines(plan: PlanByKind, *, every: bool = False) -> Iterator[str]:

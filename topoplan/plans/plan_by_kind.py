@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from math import lcm
+from math import inf, lcm
 from typing import cast
 
 from topoplan.errors import PlanError, TopologyError, UsageError
@@ -46,7 +46,7 @@ from topoplan.plans.kind_templates import (
 )
 from topoplan.plans.plan import PLAN_FORMAT_2, Plan, collective_name
 from topoplan.plans.shards import Edge, Shard, Stage
-from topoplan.units import bus_factor, counted, exact, labelled, nearest_float, rate_words
+from topoplan.units import bus_factor, counted, labelled, nearest_float, rate_words
 
 BY_KIND = "by-kind"
 """Method of plans of clusters by kind."""
@@ -222,9 +222,12 @@ class PlanByKind:
 
     def _listed_lengths(self, fabric: Fabric) -> Lengths:
         """Return the lengths of all links of the whole cluster."""
-        every = tuple(range(self.cluster.servers))
+        cluster = self.cluster
+        every = tuple(
+            one for one in range(cluster.servers) if cluster.first_rank(one) < cluster.first_rank(one + 1)
+        )
         whole = ClusterSample(
-            self.cluster, fabric.topology, tuple(self.cluster.place(server) for server in every), every
+            cluster, fabric.topology, tuple(cluster.place(server) for server in every), every
         )
         known = {(src, dst): value for src, dst, value in self.lengths}
         keys = self.sample.class_keys(self.fabric.links)
@@ -453,10 +456,15 @@ def cluster_object(cluster: ClusterByKind) -> dict[str, object]:
         "notes": list(cluster.notes),
         "kinds": [
             {
-                "machine": Topology(f"kind {number}", kind.devices, kind.links).to_object(),
+                **(
+                    {"machine": Topology(f"kind {number}", kind.devices, kind.links).to_object()}
+                    if kind.devices
+                    else {}
+                ),
                 "nics": kind.nics,
                 "ports": [
-                    [port.number, port.sender, port.receiver, port.out, port.back] for port in kind.ports
+                    [port.number, port.sender, port.receiver, port.out, port.back, *(port.built or ())]
+                    for port in kind.ports
                 ],
             }
             for number, kind in enumerate(cluster.kinds)
@@ -467,6 +475,7 @@ def cluster_object(cluster: ClusterByKind) -> dict[str, object]:
         "network": {
             "kind": network.kind,
             **{key: value for key, value in stated.items() if value is not None},
+            **({"uplinks": [list(row) for row in cluster.uplinks]} if cluster.uplinks else {}),
         },
     }
 
@@ -485,16 +494,22 @@ def cluster_from_object(item: object) -> ClusterByKind:
             where = f"cluster: kind {number}"
             kind = read_object(entry, where)
             check_known(kind, ("machine", "nics", "ports"), where)
-            machine = topology_from_object(kind.get("machine"))
+            # A server that has lost all GPUs has no machine.
+            machine = (
+                topology_from_object(kind.get("machine"))
+                if "machine" in kind
+                else Topology(f"kind {number}", (), ())
+            )
             ports = tuple(_read_port(row, where) for row in read_list(kind.get("ports"), f"{where}: ports"))
             names = {device.name for device in machine.devices}
             for port in ports:
-                if port.sender not in names or port.receiver not in names:
+                if (port.out and port.sender not in names) or (port.back and port.receiver not in names):
                     raise PlanError(
                         f"{where}: port {port.number} names a device that the machine does not have"
                     )
-            if not machine.gpus or not ports:
-                raise PlanError(f"{where} needs a GPU and a port")
+            linked = any(port.out for port in ports) and any(port.back for port in ports)
+            if "machine" in kind and not (machine.gpus and linked):
+                raise PlanError(f"{where} needs a GPU, a port out and a port back")
             kinds.append(
                 WiredServer(
                     machine.devices, machine.links, read_whole(kind.get("nics"), f"{where}: nics"), ports, ()
@@ -509,7 +524,8 @@ def cluster_from_object(item: object) -> ClusterByKind:
                 )
             runs.append((pair[0], pair[1]))
         network = read_object(value.get("network"), "cluster: network")
-        check_known(network, ("kind", "rails", "oversubscription", "leaf_size"), "cluster: network")
+        keys = ("kind", "rails", "oversubscription", "leaf_size", "uplinks")
+        check_known(network, keys, "cluster: network")
         rails, leaf = network.get("rails"), network.get("leaf_size")
         ratio = network.get("oversubscription")
         latency = value.get("latency")
@@ -527,6 +543,9 @@ def cluster_from_object(item: object) -> ClusterByKind:
             latency=None if latency is None else read_number(latency, "cluster: latency"),
             notes=read_texts(value.get("notes", []), "cluster: notes"),
             source=read_text(value.get("source", ""), "cluster: source"),
+            uplinks=tuple(
+                _read_uplink(row) for row in read_list(network.get("uplinks", []), "cluster: uplinks")
+            ),
         )
     except (TopologyError, UsageError) as error:
         raise PlanError(f"cluster: {error}") from None
@@ -534,17 +553,38 @@ def cluster_from_object(item: object) -> ClusterByKind:
 
 def _read_port(item: object, where: str) -> NicPort:
     row = read_list(item, f"{where}: a port")
-    if len(row) != 5:
+    if len(row) not in (5, 7):
         raise PlanError(
-            f"{where}: a port must be [number, sender, receiver, GB/s out, GB/s back], got {row!r}"[:200]
+            f"{where}: a port must be [number, sender, receiver, GB/s out, GB/s back] and, after a fault, the rates "
+            f"before it, got {row!r}"[:200]
         )
-    out, back = (read_number(one, f"{where}: rate of a port") for one in row[3:])
-    for rate in (out, back):
-        exact(rate)
+    rates = _read_rates(row[3:], f"{where}: rate of a port")
+    out, back, *built = rates
+    if 0 in (built or rates):
+        raise PlanError(
+            f"{where}: rates of a port must be above 0 GB/s, but after a fault, got {row!r}"[:200]
+        )
     return NicPort(
         read_whole(row[0], f"{where}: number of a port"),
         read_text(row[1], f"{where}: sender"),
         read_text(row[2], f"{where}: receiver"),
         out,
         back,
+        (built[0], built[1]) if built else None,
     )
+
+
+def _read_rates(values: list[object], where: str) -> list[float]:
+    found = [read_number(one, where) for one in values]
+    for rate in found:
+        if not 0 <= rate < inf:
+            raise PlanError(f"{where} must be 0 GB/s or more, got {rate}")
+    return found
+
+
+def _read_uplink(item: object) -> tuple[str, float, float]:
+    row = read_list(item, "cluster: an uplink")
+    if len(row) != 3:
+        raise PlanError(f"cluster: an uplink must be [switch, GB/s up, GB/s down], got {row!r}"[:200])
+    up, back = _read_rates(row[1:], "cluster: rate of an uplink")
+    return read_text(row[0], "cluster: switch of an uplink"), up, back

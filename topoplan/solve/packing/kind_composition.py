@@ -528,7 +528,8 @@ class KindPacking:
                 near = np.minimum(near + table, UNREACHABLE)
                 inside = np.minimum(inside + trees.costs, UNREACHABLE)
         costs = _Costs(near, inside)
-        found = []
+        found: list[_Column] = []
+        missing: int | None = None
         for rank, _ in self.owners:
             home = self.stars.home[rank]
             best: tuple[int, _Star] | None = None
@@ -543,12 +544,18 @@ class KindPacking:
                     star = self.stars.star(costs, home, start, centre)
                     if star is not None and (best is None or star.join.cost < best[0]):
                         best = (star.join.cost, star)
-            if best is None:
-                raise InfeasibleError(
-                    "trees by kind need a GPU that reaches one of every other server in one hop and back, and "
-                    f"{self.fabric.ranks[rank]} reaches none; plan the listed cluster instead"
-                )
-            found.append(self._column(rank, best[1], below, above, routes))
+            if best is not None:
+                found.append(self._column(rank, best[1], below, above, routes))
+            elif self.shared:
+                # Its block needs a tree; the trees of an allreduce may have other roots.
+                missing = rank
+                break
+        if missing is not None or not found:
+            name = self.fabric.ranks[self.owners[0][0] if missing is None else missing]
+            raise InfeasibleError(
+                "trees by kind need a GPU that reaches one of every other server in one hop and back, and "
+                f"{name} reaches none; plan the listed cluster instead"
+            )
         return found
 
     def _column(
@@ -647,6 +654,8 @@ def plan_by_kind(
     collective = check_collective(collective)
     if collective not in COLLECTIVES:
         raise UsageError(f"{collective} is not planned by kind; list the cluster and use topoplan.plan")
+    if root is not None and not 0 <= root < cluster.size:
+        raise UsageError(f"root {root} must be a rank from 0 to {cluster.size - 1}; name another")
     root = root_rank(range(cluster.size), collective, root)
     where = None
     if root is not None:
