@@ -31,6 +31,9 @@ from topoplan.units import counted, format_seconds, labelled, rate_words
 MOST_LISTED = 256
 """GPUs of a cluster up to which `plan` lists every GPU and tree."""
 
+MOST_LISTED_INSTEAD = 1024
+"""GPUs up to which a cluster without a plan by kind is listed without being asked: some minutes."""
+
 _LISTED_ONLY = (
     *(
         "gpus",
@@ -86,7 +89,10 @@ def _described(options: argparse.Namespace) -> ClusterByKind | None:
 
 
 def run(options: argparse.Namespace, cluster: ClusterByKind) -> Answer | None:
-    """Plan a cluster by its kinds of servers; None if its servers can be planned only as a list."""
+    """Plan a cluster by its kinds of servers; None if its servers can be planned only as a list.
+
+    InfeasibleError for a cluster too large for a list.
+    """
     try:
         with progress_line("planning") as progress:
             made = plan_by_kind(
@@ -96,8 +102,12 @@ def run(options: argparse.Namespace, cluster: ClusterByKind) -> Answer | None:
                 channels=options.channels,
                 progress=progress,
             )
-    except InfeasibleError:
-        return None
+    except InfeasibleError as error:
+        if cluster.size <= MOST_LISTED_INSTEAD:
+            return None
+        raise InfeasibleError(
+            f"{error}; --listed plans every GPU by itself, which may take hours", cut=error.cut
+        ) from None
     part = None if options.list is None else ServerPart(made, options.list)
 
     def text() -> Iterator[str]:

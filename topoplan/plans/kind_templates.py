@@ -21,13 +21,14 @@ stands for servers, divided by the number of links of the class.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from math import gcd, lcm
 
 from topoplan.machine.cluster_by_kind import ClusterSample, Place
 from topoplan.machine.fabric import Fabric
-from topoplan.plans.loads import stage_links
+from topoplan.plans.loads import edge_links, stage_links
 from topoplan.plans.shards import Edge, Shard, Stage
 
 SAMPLE = 3
@@ -121,20 +122,49 @@ def image_count(sample: ClusterSample, template: KindTemplate) -> int:
     return sample.cluster.cells[sample.places[template.root].cell].servers * template.shifts
 
 
-def class_crossings(
-    sample: ClusterSample, fabric: Fabric, classes: Sequence[int], rows: int, template: KindTemplate
-) -> list[int]:
-    """Return how often one byte of a template crosses the links of each class, all links of the class together."""
-    stands = represented(sample, template)
-    server_of = {name: number for number, name in enumerate(dict.fromkeys(_server_names(sample)))}
-    home = [server_of[name.split(".")[0]] for name in fabric.ranks]
-    crossings = [0] * rows
-    for stage in template.stages:
-        for child_server, edges in _by_child(stage, home).items():
-            times = stands.get(child_server, 0)
-            for link in stage_links(Stage(stage.op, stage.root, edges), fabric):
-                crossings[classes[link]] += times
-    return crossings
+@dataclass(frozen=True)
+class ClassCrossings:
+    """Counts how often trees cross the links of each class: ``classes`` are those of the fabric's links."""
+
+    sample: ClusterSample
+    fabric: Fabric
+    classes: Sequence[int]
+    _known: dict[tuple[str, Edge], tuple[int, ...]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def _home(self) -> list[int]:
+        server_of = {f"s{number}": place for place, number in enumerate(self.sample.numbers)}
+        return [server_of[name.split(".")[0]] for name in self.fabric.ranks]
+
+    def of(self, template: KindTemplate) -> dict[int, int]:
+        """Return how often one byte of a template crosses each class, all links of the class together."""
+        stands = represented(self.sample, template)
+        crossings: dict[int, int] = {}
+        for stage in template.stages:
+            for child_server, edges in _by_child(stage, self._home).items():
+                times = stands.get(child_server, 0)
+                for row in self._rows(stage, edges):
+                    crossings[row] = crossings.get(row, 0) + times
+        return crossings
+
+    def _rows(self, stage: Stage, edges: Sequence[Edge]) -> Iterator[int]:
+        fabric = self.fabric
+        if fabric.adding if stage.op == "reduce" else fabric.copying:
+            for link in stage_links(Stage(stage.op, stage.root, tuple(edges)), fabric):
+                yield self.classes[link]
+            return
+        for edge in edges:
+            # Templates have most edges in common.
+            if (stage.op, edge) not in self._known:
+                links = edge_links(edge, stage.op, fabric)
+                self._known[stage.op, edge] = tuple(self.classes[link] for link in links)
+            yield from self._known[stage.op, edge]
+
+
+def share_units(templates: Sequence[KindTemplate]) -> tuple[int, list[int]]:
+    """Return a common denominator of the templates' shares, and their numerators over it."""
+    unit = lcm(*(template.share.denominator for template in templates))
+    return unit, [int(template.share * unit) for template in templates]
 
 
 def _by_child(stage: Stage, home: Sequence[int]) -> dict[int, tuple[Edge, ...]]:
@@ -142,10 +172,6 @@ def _by_child(stage: Stage, home: Sequence[int]) -> dict[int, tuple[Edge, ...]]:
     for edge in stage.edges:
         found.setdefault(home[edge.child], []).append(edge)
     return {server: tuple(edges) for server, edges in found.items()}
-
-
-def _server_names(sample: ClusterSample) -> list[str]:
-    return [f"s{number}" for number in sample.numbers]
 
 
 @dataclass(frozen=True)

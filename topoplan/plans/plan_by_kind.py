@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from math import inf, lcm
+from math import lcm
 from typing import cast
 
 from topoplan.errors import PlanError, TopologyError, UsageError
@@ -38,11 +38,12 @@ from topoplan.plans.file_values import (
 )
 from topoplan.plans.kind_templates import (
     SAMPLE,
+    ClassCrossings,
     KindTemplate,
     TemplateImages,
     all_images,
-    class_crossings,
     image_count,
+    share_units,
 )
 from topoplan.plans.plan import PLAN_FORMAT_2, Plan, collective_name
 from topoplan.plans.shards import Edge, Shard, Stage
@@ -77,25 +78,17 @@ class PlanByKind:
     notes: tuple[str, ...] = ()
     planning_seconds: float | None = None
 
-    @classmethod
-    def build(
-        cls,
-        cluster: ClusterByKind,
-        collective: str,
-        *,
-        root: int | None,
-        channels: tuple[str, ...],
-        templates: tuple[KindTemplate, ...],
-        lengths: tuple[ClassLength, ...],
-    ) -> PlanByKind:
-        """Return a plan with its rate recomputed from the templates, and its bound from the lengths."""
-        bare = cls(collective, cluster, root, channels, templates, lengths, 0.0, 0.0)
-        rate, bound = bare.exact_rate(), bare.exact_bound()
-        made = replace(bare, rate=nearest_float(rate), bound=nearest_float(bound), notes=cluster.notes)
-        # Caches of what does not depend on the rate.
-        made.__dict__.update(
-            {key: bare.__dict__[key] for key in ("sample", "fabric") if key in bare.__dict__}
-        )
+    def with_templates(self, templates: tuple[KindTemplate, ...]) -> PlanByKind:
+        """Return the plan with these templates, its rate recomputed from them, and its bound from the lengths."""
+        made = replace(self, templates=templates, notes=self.cluster.notes)
+        # Caches of what does not depend on the templates.
+        kept: dict[str, object] = {
+            key: self.__dict__[key] for key in self.__dict__.keys() & {"sample", "fabric"}
+        }
+        made.__dict__.update(kept)
+        rate, bound = made.exact_rate(), made.exact_bound()
+        made = replace(made, rate=nearest_float(rate), bound=nearest_float(bound))
+        made.__dict__.update(kept)
         return made
 
     def timed(self, seconds: float) -> PlanByKind:
@@ -151,14 +144,14 @@ class PlanByKind:
     def exact_rate(self) -> Fraction:
         """Return the rate in GB/s at which the first class of links is full."""
         classes, counts = self.sample.link_classes(self.fabric.links)
-        totals = [Fraction(0)] * len(counts)
-        for template in self.templates:
-            crossings = class_crossings(self.sample, self.fabric, classes, len(counts), template)
-            for row, times in enumerate(crossings):
-                if times:
-                    totals[row] += template.share * times
+        totals = [0] * len(counts)
+        unit, shares = share_units(self.templates)
+        crossings = ClassCrossings(self.sample, self.fabric, classes)
+        for template, share in zip(self.templates, shares, strict=True):
+            for row, times in crossings.of(template).items():
+                totals[row] += share * times
         capacity = dict(zip(classes, self.fabric.capacity, strict=True))
-        return min(capacity[row] * counts[row] / total for row, total in enumerate(totals) if total)
+        return min(capacity[row] * counts[row] * unit / total for row, total in enumerate(totals) if total)
 
     def exact_bound(self) -> Fraction:
         """Return the bound in GB/s that the lengths prove; PlanError if they prove nothing."""
@@ -558,7 +551,7 @@ def _read_port(item: object, where: str) -> NicPort:
             f"{where}: a port must be [number, sender, receiver, GB/s out, GB/s back] and, after a fault, the rates "
             f"before it, got {row!r}"[:200]
         )
-    rates = _read_rates(row[3:], f"{where}: rate of a port")
+    rates = [_read_rate(one, f"{where}: rate of a port") for one in row[3:]]
     out, back, *built = rates
     if 0 in (built or rates):
         raise PlanError(
@@ -574,17 +567,15 @@ def _read_port(item: object, where: str) -> NicPort:
     )
 
 
-def _read_rates(values: list[object], where: str) -> list[float]:
-    found = [read_number(one, where) for one in values]
-    for rate in found:
-        if not 0 <= rate < inf:
-            raise PlanError(f"{where} must be 0 GB/s or more, got {rate}")
-    return found
+def _read_rate(value: object, where: str) -> float:
+    if value is None:
+        raise PlanError(f"{where} must be a number of GB/s, got null")
+    return read_number(value, where)
 
 
 def _read_uplink(item: object) -> tuple[str, float, float]:
     row = read_list(item, "cluster: an uplink")
     if len(row) != 3:
         raise PlanError(f"cluster: an uplink must be [switch, GB/s up, GB/s down], got {row!r}"[:200])
-    up, back = _read_rates(row[1:], "cluster: rate of an uplink")
+    up, back = (_read_rate(one, "cluster: rate of an uplink") for one in row[1:])
     return read_text(row[0], "cluster: switch of an uplink"), up, back

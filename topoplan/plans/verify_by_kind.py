@@ -18,11 +18,11 @@ from fractions import Fraction
 from topoplan.errors import PlanError
 from topoplan.machine.cluster_by_kind import ClusterSample
 from topoplan.plans.build import stage_order
-from topoplan.plans.kind_templates import KindTemplate
+from topoplan.plans.kind_templates import KindTemplate, share_units
 from topoplan.plans.loads import edge_links
 from topoplan.plans.plan import COLLECTIVES, ROOTED
 from topoplan.plans.plan_by_kind import PlanByKind
-from topoplan.plans.shards import Stage
+from topoplan.plans.shards import Edge, Stage
 from topoplan.plans.verify import Verification, check_claim
 from topoplan.units import nearest_float, shown
 
@@ -38,7 +38,9 @@ def verify_by_kind(plan: PlanByKind) -> Verification:
     _check_header(plan)
     _check_shares(plan)
     classes, counts = plan.sample.link_classes(plan.fabric.links)
-    crossed = [Fraction(0)] * len(counts)
+    crossings = [0] * len(counts)
+    unit, shares = share_units(plan.templates)
+    links: dict[tuple[str, Edge], tuple[int, ...]] = {}
     trees = 0
     for number, template in enumerate(plan.templates):
         try:
@@ -48,12 +50,16 @@ def verify_by_kind(plan: PlanByKind) -> Verification:
             for stage in template.stages:
                 reached = _check_stage(plan, groups, stage)
                 for edge in stage.edges:
-                    times = template.share * groups.sizes[reached[edge.child]]
-                    for place in edge_links(edge, stage.op, plan.fabric):
-                        crossed[classes[place]] += times
+                    times = shares[number] * groups.sizes[reached[edge.child]]
+                    # Templates have most edges in common.
+                    if (stage.op, edge) not in links:
+                        links[stage.op, edge] = edge_links(edge, stage.op, plan.fabric)
+                    for place in links[stage.op, edge]:
+                        crossings[classes[place]] += times
         except PlanError as error:
             raise error.under(f"template {number}") from None
     capacity = dict(zip(classes, plan.fabric.capacity, strict=True))
+    crossed = [Fraction(times, unit) for times in crossings]
     rates = {row: capacity[row] * counts[row] / times for row, times in enumerate(crossed) if times}
     rate, bound = min(rates.values()), plan.exact_bound()
     check_claim("rate", plan.rate, rate)

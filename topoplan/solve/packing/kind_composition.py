@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import combinations
@@ -37,8 +37,8 @@ from topoplan.machine.fabric_structure import (
 from topoplan.plans.build import stage_order
 from topoplan.plans.kind_templates import (
     SAMPLE,
+    ClassCrossings,
     KindTemplate,
-    class_crossings,
     entry_allowed,
     needed_shifts,
     represented,
@@ -60,6 +60,9 @@ LOW = (1, 2)
 
 FEW_ROWS = 64
 """Rows of a program that is solved at once."""
+
+FEW_SETS = 3
+"""Cells whose servers, or leaves, alone may prove a bound."""
 
 MOST_ROUNDS = 200
 """Rounds of column generation after which the best forest so far is taken, with its gap."""
@@ -98,10 +101,14 @@ class _Star:
 
 @dataclass(frozen=True)
 class _Costs:
-    """Costs of trees under lengths: ``near[u, v]`` of an edge, ``inside`` of the tree over a server from each rank."""
+    """Costs of trees under lengths: ``near[u, v]`` of an edge, ``inside`` of the tree over a server from each rank.
+
+    ``ways`` are known cheapest ways from a rank to a server.
+    """
 
     near: NDArray[np.int64]
     inside: NDArray[np.int64]
+    ways: dict[tuple[int, int], _Join] = field(default_factory=dict)
 
 
 class KindStars:
@@ -148,6 +155,11 @@ class KindStars:
 
     def joined(self, costs: _Costs, tail: int, server: int) -> _Join:
         """Return the cheapest way from a rank to all ranks of a server: one local root, or an edge to each rank."""
+        if (tail, server) not in costs.ways:
+            costs.ways[tail, server] = self._joined(costs, tail, server)
+        return costs.ways[tail, server]
+
+    def _joined(self, costs: _Costs, tail: int, server: int) -> _Join:
         members = self.members[server]
         place = self.members[self.home[tail]].index(tail)
         order = [members[(place + step) % len(members)] for step in range(len(members))]
@@ -174,6 +186,17 @@ class KindStars:
             if found is not None and (best is None or found.join.cost + start < best.join.cost):
                 first = _Join(start, ((gateway, middle),), (middle,))
                 best = _Star(root, centre, found.entries, first + found.join)
+        return best
+
+    def cheapest(self, costs: _Costs, root: int) -> _Star | None:
+        """Return the cheapest tree between servers, from any rank of the root's server or through any centre."""
+        best: _Star | None = None
+        for centre in self.centres(root):
+            # A centre elsewhere has its data from the best rank, so one start is enough.
+            for rank in self.members[root] if centre == root else self.members[root][:1]:
+                star = self.star(costs, root, rank, centre)
+                if star is not None and (best is None or star.join.cost < best.join.cost):
+                    best = star
         return best
 
     def _from(self, costs: _Costs, root: int, gateway: int, centre: int, rank: int) -> _Star | None:
@@ -303,6 +326,7 @@ class KindPacking:
             row = self.row_of_class[number]
             self.counts[row] += count
             self.limits[row] += capacity_of[number] * count
+        self.crossings = ClassCrossings(self.sample, self.fabric, self.rows)
         self.shared = collective in ("allgather", "reduce_scatter")
 
     @cached_property
@@ -355,28 +379,31 @@ class KindPacking:
                 counts[orbit[rank]] = counts.get(orbit[rank], 0) + servers
         return list(counts.items())
 
+    @cached_property
+    def _elements(self) -> list[tuple[list[int], dict[Edge, Edge]]]:
+        """The images of nodes under every symmetry, and those of edges as far as they are known."""
+        elements = group_elements(self.symmetries, LARGEST_TABLE // len(self.fabric.nodes))
+        assert elements is not None, "symmetries are chosen so that their group can be listed"
+        return [(element, {}) for element in elements.tolist()]
+
+    @cached_property
+    def _place(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.fabric.nodes)}
+
     def images(self, template: KindTemplate) -> list[KindTemplate]:
         """Return the distinct images of a template under the symmetries, each with an equal part of its share."""
         if not self.symmetries:
             return [template]
-        fabric = self.fabric
-        elements = group_elements(self.symmetries, LARGEST_TABLE // len(fabric.nodes))
-        assert elements is not None, "symmetries are chosen so that their group can be listed"
         found: dict[tuple[Stage, ...], None] = {}
-        place = {name: number for number, name in enumerate(fabric.nodes)}
-        for element in elements.tolist():
+        for element, image in self._elements:
             stages = []
             for stage in template.stages:
-                edges = tuple(
-                    Edge(
-                        element[edge.parent],
-                        element[edge.child],
-                        tuple(fabric.nodes[element[place[name]]] for name in edge.route),
-                        edge.channel,
-                    )
-                    for edge in stage.edges
-                )
-                moved = Stage(stage.op, element[stage.root], edges)
+                for edge in stage.edges:
+                    # Templates have most edges in common.
+                    if edge not in image:
+                        route = tuple(self.fabric.nodes[element[self._place[name]]] for name in edge.route)
+                        image[edge] = Edge(element[edge.parent], element[edge.child], route, edge.channel)
+                moved = Stage(stage.op, element[stage.root], tuple(image[edge] for edge in stage.edges))
                 stages.append(Stage(moved.op, moved.root, moved.top_down()))
             found.setdefault(tuple(stages))
         return [replace(template, share=template.share / len(found), stages=stages) for stages in found]
@@ -450,7 +477,8 @@ class KindPacking:
     def plain_lengths(self) -> Iterator[list[int]]:
         """Yield lengths of 1 for the links that data crosses into sets, or out of them.
 
-        The sets are GPUs, servers, leaves and combinations of these; and the servers, or leaves, of one cell alone.
+        The sets are GPUs, servers, leaves and combinations of these; and the servers, or leaves, of one cell alone,
+        for the few cells with the least bandwidth of one server or leaf.
         """
         cell_of = {
             f"s{n}": place.cell for n, place in zip(self.sample.numbers, self.sample.places, strict=True)
@@ -474,13 +502,16 @@ class KindPacking:
                 set().union(*(rows for place, rows in enumerate(levels) if number >> place & 1))
                 for number in range(1, 8)
             ]
-            if len(of_servers) > 1:
-                chosen += of_servers.values()
-            if len(of_leaves) > 1:
-                chosen += of_leaves.values()
+            for parts in (of_servers.values(), of_leaves.values()):
+                if len(parts) > 1:
+                    chosen += sorted(parts, key=self._capacity)[:FEW_SETS]
             for rows in dict.fromkeys(map(frozenset, chosen)):
                 if rows:
                     yield [int(row in rows) for row in range(len(self.counts))]
+
+    def _capacity(self, rows: set[int]) -> Fraction:
+        """Return the bandwidth of rows of the program, each by the link of one server or leaf."""
+        return sum((Fraction(self.limits[row], self.counts[row]) for row in rows), Fraction(0))
 
     def aim(self, root: int | None) -> Fraction | None:
         """Return the lowest bound of `plain_lengths` in GB/s, at which a search may stop; None if none proves any."""
@@ -530,22 +561,19 @@ class KindPacking:
         costs = _Costs(near, inside)
         found: list[_Column] = []
         missing: int | None = None
+        beyond: dict[int, _Star | None] = {}
+        edges: dict[tuple[str, int, int], Edge] = {}
         for rank, _ in self.owners:
             home = self.stars.home[rank]
-            best: tuple[int, _Star] | None = None
-            reaches = inside[rank] < UNREACHABLE
-            for centre in self.stars.centres(home) if reaches else ():
-                if centre != home and self.collective == "allreduce":
-                    break
-                ranks = (
-                    self.stars.members[home] if centre == home and self.collective != "allreduce" else [rank]
-                )
-                for start in ranks:
-                    star = self.stars.star(costs, home, start, centre)
-                    if star is not None and (best is None or star.join.cost < best[0]):
-                        best = (star.join.cost, star)
+            best: _Star | None = None
+            if inside[rank] < UNREACHABLE and self.collective == "allreduce":
+                best = self.stars.star(costs, home, rank, home)
+            elif inside[rank] < UNREACHABLE:
+                if home not in beyond:
+                    beyond[home] = self.stars.cheapest(costs, home)
+                best = beyond[home]
             if best is not None:
-                found.append(self._column(rank, best[1], below, above, routes))
+                found.append(self._column(rank, best, below, above, routes, edges))
             elif self.shared:
                 # Its block needs a tree; the trees of an allreduce may have other roots.
                 missing = rank
@@ -565,6 +593,7 @@ class KindPacking:
         below: ServerTrees | None,
         above: ServerTrees | None,
         routes: ServerRoutes,
+        known: dict[tuple[str, int, int], Edge],
     ) -> _Column:
         stages = []
         for op in stage_order(self.collective):
@@ -576,7 +605,7 @@ class KindPacking:
                 parents[child] = parent
             for local in star.join.roots:
                 trees.attach(local, parents)
-            stages.append(Stage(op, rank, self._edges(op, rank, parents.tolist(), routes)))
+            stages.append(Stage(op, rank, self._edges(op, parents.tolist(), routes, known)))
         template = KindTemplate(
             Fraction(1),
             star.root,
@@ -585,19 +614,27 @@ class KindPacking:
             needed_shifts(self.sample, star.root, star.centre, star.entries),
             tuple(Stage(stage.op, stage.root, stage.top_down()) for stage in stages),
         )
-        usage = class_crossings(self.sample, self.fabric, self.rows, len(self.counts), template)
-        return _Column(template, rank, tuple(usage))
+        usage = self.crossings.of(template)
+        return _Column(template, rank, tuple(usage.get(row, 0) for row in range(len(self.counts))))
 
-    def _edges(self, op: str, root: int, parents: Sequence[int], routes: ServerRoutes) -> tuple[Edge, ...]:
+    def _edges(
+        self,
+        op: str,
+        parents: Sequence[int],
+        routes: ServerRoutes,
+        known: dict[tuple[str, int, int], Edge],
+    ) -> tuple[Edge, ...]:
         edges = []
         for child, parent in enumerate(parents):
             if parent < 0:
                 continue
-            tail, head = (parent, child) if op == "broadcast" else (child, parent)
-            arc: Arc = self.fabric.arc(routes.route(tail, head))
-            edges.append(
-                Edge(parent, child, arc.route if op == "broadcast" else arc.route[::-1], arc.channel)
-            )
+            key = (op, parent, child)
+            if key not in known:
+                tail, head = (parent, child) if op == "broadcast" else (child, parent)
+                arc: Arc = self.fabric.arc(routes.route(tail, head))
+                route = arc.route if op == "broadcast" else arc.route[::-1]
+                known[key] = Edge(parent, child, route, arc.channel)
+            edges.append(known[key])
         return tuple(edges)
 
 
@@ -711,22 +748,16 @@ def _plan(packing: KindPacking, root: int | None, solved: Sequence[Solution]) ->
         )
     ]
     templates.sort(key=lambda one: (one.stages[0].root, -one.share))
-    best: PlanByKind | None = None
+    best: tuple[Fraction, PlanByKind] | None = None
     for duals in (*(one.duals for one in solved), *packing.plain_lengths()):
-        if best is not None and best.gap == 0:
-            break
+        bare = packing.bare(root, duals)
         try:
-            made = PlanByKind.build(
-                cluster,
-                packing.collective,
-                root=root,
-                channels=packing.fabric.channels,
-                templates=tuple(templates),
-                lengths=packing.class_lengths(duals),
-            )
+            bound = bare.exact_bound()
         except PlanError:
             continue
-        if best is None or made.bound < best.bound:
-            best = made
+        if best is None or bound < best[0]:
+            best = bound, bare
+        if bound == solved[0].rate:
+            break
     assert best is not None, "links into GPUs prove a bound"
-    return best
+    return best[1].with_templates(tuple(templates))
