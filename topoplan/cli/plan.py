@@ -190,9 +190,18 @@ def run(options: argparse.Namespace) -> Answer:
         "bound_only": _run_bound,
         "sizes": plan_sizes.run,
         "mesh": plan_sets.run_mesh,
-        "survive": plan_sets.run_survival,
+        "survive": _run_survival,
     }
     return runs.get(mode, _run_plan)(options)
+
+
+def _run_survival(options: argparse.Namespace) -> Answer:
+    """Plan for all single failures; those of a large cluster by its kinds of servers."""
+    plan_sets.check_survival(options)
+    cluster = plan_cluster.requested_cluster(options)
+    if cluster is None:
+        return plan_sets.run_survival(options)
+    return plan_cluster.run_survival(options, cluster)
 
 
 def _run_plan(options: argparse.Namespace) -> Answer:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from topoplan.cli.machine_options import NETWORK_OPTIONS, faulty_by_kind, requested_by_kind
 from topoplan.cli.output import (
@@ -15,6 +17,7 @@ from topoplan.cli.output import (
     rate_verdict,
     table,
 )
+from topoplan.cli.plan_sets import FAILURE_NOUN
 from topoplan.cli.sources import DESCRIPTION_OPTIONS, read_topology
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind
@@ -27,6 +30,9 @@ from topoplan.plans.shards import bracket_notation
 from topoplan.reading.load import load_cluster_by_kind
 from topoplan.solve.packing.kind_composition import plan_by_kind
 from topoplan.units import counted, format_seconds, labelled, rate_words
+
+if TYPE_CHECKING:
+    from topoplan.solve.survival_by_kind import SurvivalByKind
 
 MOST_LISTED = 256
 """GPUs of a cluster up to which `plan` lists every GPU and tree."""
@@ -47,7 +53,7 @@ _LISTED_ONLY = (
         "tolerance",
         "order",
     ),
-    *("demand", "size", "density", "schedule_file", "sizes", "mesh", "survive"),
+    *("demand", "size", "density", "schedule_file", "sizes", "mesh"),
 )
 """Options of listed plans, if they are given."""
 
@@ -201,6 +207,119 @@ def template_row(
         "height": stage.height,
         "tree": bracket_notation(plan.fabric.ranks, stage, longest=longest),
     }
+
+
+def run_survival(options: argparse.Namespace, cluster: ClusterByKind) -> Answer:
+    """Plan a cluster by kind for all single failures."""
+    from topoplan.solve.survival_by_kind import plan_survival_by_kind
+
+    if options.output is not None:
+        raise UsageError(
+            f"-o must be without --survive for a cluster of more than {MOST_LISTED} GPUs, got both; use --json, or "
+            "plan one failure with --without-gpu and the like"
+        )
+    with progress_line("planning") as progress:
+        book = plan_survival_by_kind(
+            cluster,
+            options.collective,
+            root=_root_rank(options),
+            channels=options.channels,
+            progress=progress,
+        )
+    return Answer(
+        text=lambda: _survival_lines(book, every=options.all),
+        value=lambda: _survival_object(book),
+        rows=lambda: failure_rows(book),
+        notes=book.whole.notes,
+    )
+
+
+def failure_rows(book: SurvivalByKind) -> list[dict[str, object]]:
+    """Return the classes of failures as objects, without a plan first, then the slowest."""
+    return [
+        {
+            "kind": one.first.kind,
+            "failure": one.first.name,
+            "failures": one.count,
+            "rate": None if one.plan is None else one.plan.rate,
+            "bound": None if one.plan is None else one.plan.bound,
+            "busbw": None if one.plan is None else one.plan.busbw,
+            "none": one.reason or None,
+        }
+        for one in book.classes
+    ]
+
+
+def _survival_object(book: SurvivalByKind) -> dict[str, object]:
+    whole = book.whole
+    return {
+        "collective": whole.collective,
+        "machine": whole.cluster.name,
+        "gpus": whole.size,
+        "root": whole.root,
+        "over": list(whole.channels),
+        "rate": whole.rate,
+        "bound": whole.bound,
+        "busbw": whole.busbw,
+        "number": sum(one.count for one in book.classes),
+        "classes": len(book.classes),
+        "without_plan": sum(one.count for one in book.classes if one.plan is None),
+        "seconds": book.seconds,
+        "failures": failure_rows(book),
+    }
+
+
+def _survival_lines(book: SurvivalByKind, *, every: bool) -> Iterator[str]:
+    """Yield the worst failure, the rate of the whole cluster, and every class of failures, the worst first."""
+    whole, size = book.whole, book.whole.size
+    planned = [one for one in book.classes if one.plan is not None]
+    none = [one for one in book.classes if one.plan is None]
+    worst = next(((one.first, one.plan) for one in planned if one.plan is not None), None)
+    kinds: Counter[str] = Counter()
+    for one in book.classes:
+        kinds[one.first.kind] += one.count
+    found = "no failure has a plan" if worst is None else f"worst {worst[1].rate:.6g} GB/s without {worst[0]}"
+    yield (
+        f"{operation_words(whole)} on {whole.cluster.name}, {size:,} GPUs of {whole.cluster.servers:,} servers, over "
+        f"{channel_words(whole.channels)}: {sum(kinds.values()):,} single failures, {found}"
+    )
+    plans = f"{sum(one.count for one in planned):,}, in {counted(len(planned), 'equivalence class')}"
+    yield from labelled(
+        (
+            "algbw",
+            f"{rate_words(whole.rate, whole.collective, size)} without a failure: {rate_verdict(whole.gap)}",
+        ),
+        (
+            "failures",
+            ", ".join(f"{number:,} {FAILURE_NOUN[kind][number > 1]}" for kind, number in kinds.items()),
+        ),
+        ("plans", plans),
+        (
+            "no plan",
+            f"{sum(one.count for one in none):,} failures, such as that of {none[0].first}; --json says why"
+            if none
+            else "",
+        ),
+    )
+    yield ""
+    rows, left = folded(book.classes, 12, every=every)
+    yield table(
+        ("first failed", "failures", "GB/s", "busbw", "upper bound"),
+        [
+            (
+                str(one.first),
+                f"{one.count:,}",
+                *(
+                    ("-", "-", "no plan by kind")
+                    if one.plan is None
+                    else (f"{one.plan.rate:.6g}", f"{one.plan.busbw:.6g}", f"{one.plan.bound:.6g}")
+                ),
+            )
+            for one in rows
+        ],
+    )
+    yield from folded_line(left, "class")
+    yield f"planned in {format_seconds(book.seconds)}"
 
 
 class ServerPart:

@@ -333,7 +333,7 @@ class ClusterSample:
     numbers: tuple[int, ...]
 
     @cached_property
-    def _class_of(self) -> dict[str, tuple[object, ...]]:
+    def class_of(self) -> dict[str, tuple[object, ...]]:
         """Equivalence class of every device of the topology."""
         server = {f"s{number}": place for number, place in zip(self.numbers, self.places, strict=True)}
         leaves: dict[str, int] = {}
@@ -355,7 +355,7 @@ class ClusterSample:
 
     def class_keys(self, links: Sequence[Link]) -> list[tuple[object, ...]]:
         """Return the equivalence class of each link: those of its ends, and its channel."""
-        return [(self._class_of[link.src], self._class_of[link.dst], link.channel) for link in links]
+        return [(self.class_of[link.src], self.class_of[link.dst], link.channel) for link in links]
 
     def link_classes(self, links: Sequence[Link]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the equivalence class of each link, from 0, and how many links of each class the cluster has."""
@@ -365,11 +365,11 @@ class ClusterSample:
         for link, key in zip(links, self.class_keys(links), strict=True):
             if key not in number:
                 number[key] = len(number)
-                counts.append(max(self._count(self._class_of[end]) for end in (link.src, link.dst)))
+                counts.append(max(self.count(self.class_of[end]) for end in (link.src, link.dst)))
             classes.append(number[key])
         return tuple(classes), tuple(counts)
 
-    def _count(self, of: tuple[object, ...]) -> int:
+    def count(self, of: tuple[object, ...]) -> int:
         """Return the number of servers or leaves in whose class a device is; 1 for a switch of all."""
         if of[0] == "switch":
             return 1
