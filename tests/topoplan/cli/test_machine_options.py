@@ -170,3 +170,13 @@ def test_faults_of_a_large_cluster_keep_it_planned_by_kind(told: Told) -> None:
 )
 def test_refused_faults_of_a_large_cluster(refused: Done, faults: str, words: str) -> None:
     assert words in refused(f"plan {FORTY} {faults}")
+
+
+def test_single_failures_of_a_large_cluster(told: Told, done: Done, refused: Done) -> None:
+    book = told(f"plan {FORTY} --survive 1")
+    assert (book["number"], book["classes"], book["without_plan"]) == (1641, 7, 361)
+    assert book["number"] == sum(row["failures"] for row in book["failures"])
+    assert "no nvlink path" in book["failures"][0]["none"]
+    assert "s0.nic0" in done(f"plan {FORTY} --survive 1 --csv")
+    assert "without s0.gpu0" in done(f"plan {FORTY} --survive 1").splitlines()[0]
+    assert "-o must be without --survive" in refused(f"plan {FORTY} --survive 1 -o plans.json")
