@@ -140,9 +140,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.declare(
         rare,
         """
-        --survive K   failover plans for every failure of one GPU, link, switch or NIC too (K must be 1); -o writes all,
-                      for clusters that are not planned by kind
-                      into one file
+        --survive K   failover plans for every failure of one GPU, link, switch or NIC too (K must be 1); -o writes all
+                      into one file, but for clusters that are planned by kind
         """,
         survive=int,
     )

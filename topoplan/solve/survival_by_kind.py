@@ -113,7 +113,7 @@ def equivalent_failures(plan: PlanByKind) -> list[tuple[MachineFailure, int]]:
             named[key] = len(first)
             first.append(number)
         label[failure.kind, devices] = named[key]
-    # And those that an automorphism joins which maps servers to themselves.
+    # Classes that an automorphism joins; it must map every server to itself.
     joined = list(range(len(first)))
 
     def top(one: int) -> int:
