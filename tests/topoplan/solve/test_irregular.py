@@ -120,7 +120,8 @@ def test_routes_are_those_of_dijkstra(wiring: tuple[int, int, list[tuple[int, in
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("topoplan.solve.route_table._CACHED_PAIRS", 1)
         parts = search(np.array(lengths), np.arange(ranks))
-    assert np.array_equal(parts[0], distance) and np.array_equal(parts[1], via)
+    assert np.array_equal(parts[0], distance)
+    assert np.array_equal(parts[1], via)
     for start in range(ranks):
         found = (distance[start].tolist(), via[start].tolist())
         assert found == _dijkstra(start, ranks, nodes, ends, lengths)
