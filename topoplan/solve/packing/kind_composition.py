@@ -12,13 +12,14 @@ The dual lengths of the classes prove the bound (`topoplan.plans.certificates.ki
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import combinations
 from math import gcd, lcm
 from operator import mul
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -268,6 +269,13 @@ class Solution:
     duals: list[int]
 
 
+class _Proof(NamedTuple):
+    """A bound in GB/s, and the plan without templates whose lengths prove it."""
+
+    bound: Fraction
+    bare: PlanByKind
+
+
 def _between(calm: Sequence[int], lengths: Sequence[int], limits: Sequence[int]) -> list[int]:
     """Return lengths between the former ones and those of the last program, both scaled to one total.
 
@@ -408,8 +416,11 @@ class KindPacking:
             found.setdefault(tuple(stages))
         return [replace(template, share=template.share / len(found), stages=stages) for stages in found]
 
-    def solve(self, height: int | None, target: Fraction | None) -> Solution:
-        """Pack trees whose height inside servers is limited; stop at the rate ``target`` in GB/s."""
+    def solve(self, height: int | None, target: Fraction | None, start: Sequence[_Column] = ()) -> Solution:
+        """Pack trees whose height inside servers is limited; stop at the rate ``target`` in GB/s.
+
+        ``start`` are the first columns, such as those of a solution with a lower height.
+        """
         owners = len(self.owners) if self.shared else 0
         limits = [*self.limits, *[0] * owners]
         wide = max(self.limits).bit_length() > GUIDED_BITS
@@ -432,8 +443,9 @@ class KindPacking:
         prices: list[int] = []
         calm = lengths
         for _ in range(MOST_ROUNDS):
-            fresh: list[_Column] = []
-            for priced_at in (calm, lengths) if prices else (lengths,):
+            fresh = [] if columns else list(start)
+            known.update(fresh)
+            for priced_at in () if fresh else (calm, lengths) if prices else (lengths,):
                 for column in self._cheapest(priced_at, height):
                     cost = sum(times * length for times, length in zip(column.usage, lengths, strict=True))
                     price = prices[place[column.rank] if self.shared else 0] if prices else cost + 1
@@ -513,15 +525,22 @@ class KindPacking:
         """Return the bandwidth of rows of the program, each by the link of one server or leaf."""
         return sum((Fraction(self.limits[row], self.counts[row]) for row in rows), Fraction(0))
 
-    def aim(self, root: int | None) -> Fraction | None:
-        """Return the lowest bound of `plain_lengths` in GB/s, at which a search may stop; None if none proves any."""
-        found = []
-        for lengths in self.plain_lengths():
+    def aim(self, root: int | None) -> _Proof | None:
+        """Return the lowest bound of `plain_lengths`, at which a search may stop; None if none proves any."""
+        return self.lowest(root, self.plain_lengths())
+
+    def lowest(self, root: int | None, every: Iterable[Sequence[int]]) -> _Proof | None:
+        """Return the lowest of the bounds that lengths of the classes prove; None if none proves any."""
+        best: _Proof | None = None
+        for lengths in every:
+            bare = self.bare(root, lengths)
             try:
-                found.append(self.bare(root, lengths).exact_bound())
+                bound = bare.exact_bound()
             except PlanError:
                 continue
-        return min(found, default=None)
+            if best is None or bound < best.bound:
+                best = _Proof(bound, bare)
+        return best
 
     def bare(self, root: int | None, lengths: Sequence[int]) -> PlanByKind:
         """Return a plan without templates under lengths of the classes."""
@@ -700,37 +719,47 @@ def plan_by_kind(
         cluster = cluster.apart(where[0])
     packing = KindPacking(cluster, collective, root=where, channels=channels, progress=progress)
     aim = packing.aim(root)
-    solved = []
+    target = None if aim is None else aim.bound
+    solved: list[Solution] = []
     try:
-        solved.append(packing.solve(1, aim))
+        solved.append(packing.solve(1, target))
     except InfeasibleError:
         if max(cluster.gpus_of_kind) < 3:
             raise
-    made = _plan(packing, root, solved) if solved else None
-    if made is None or made.gap > 0:
-        whole = packing.solve(None, aim)
+    proof = _lowest_proof(packing, root, solved, aim)
+    if not solved or proof.bound > solved[0].rate:
+        lowest = tuple(solved[0].columns) if solved else ()
+        whole = packing.solve(None, target, lowest)
         best = whole
         for height in LOW:
             try:
-                lower = solved[0] if height == 1 and solved else packing.solve(height, whole.rate)
+                lower = solved[0] if height == 1 and solved else packing.solve(height, whole.rate, lowest)
             except InfeasibleError:
                 continue
             if lower.rate >= whole.rate:
                 best = lower
                 break
-        made = _plan(packing, root, [best, whole])
+        solved = [best, whole]
+        proof = _lowest_proof(packing, root, solved, aim)
+    made = proof.bare.with_templates(_templates(packing, solved[0]))
     return made.timed(time.perf_counter() - started)
 
 
-def _plan(packing: KindPacking, root: int | None, solved: Sequence[Solution]) -> PlanByKind:
-    """Return the first solution as a plan, under the lowest known bound.
+def _lowest_proof(
+    packing: KindPacking, root: int | None, solved: Sequence[Solution], aim: _Proof | None
+) -> _Proof:
+    """Return the lowest bound of the dual lengths of the solutions, and of ``aim``."""
+    found = packing.lowest(root, (one.duals for one in solved))
+    proofs = [one for one in (found, aim) if one is not None]
+    assert proofs, "links into GPUs prove a bound"
+    return min(proofs, key=lambda one: one.bound)
 
-    Those are the bounds of the dual lengths of all solutions, and if they leave a gap, of links into servers, GPUs and
-    leaves with length 1.
-    """
+
+def _templates(packing: KindPacking, solved: Solution) -> tuple[KindTemplate, ...]:
+    """Return the templates of a solution with their shares, and their images under the symmetries."""
     cluster = packing.sample.cluster
     totals: dict[int, Fraction] = {}
-    for column, weight in solved[0].columns.items():
+    for column, weight in solved.columns.items():
         owner = column.rank if packing.shared else 0
         totals[owner] = totals.get(owner, Fraction(0)) + weight
     parts = {
@@ -739,7 +768,7 @@ def _plan(packing: KindPacking, root: int | None, solved: Sequence[Solution]) ->
     }
     templates = [
         image
-        for column, weight in solved[0].columns.items()
+        for column, weight in solved.columns.items()
         for image in packing.images(
             replace(
                 column.template,
@@ -748,16 +777,4 @@ def _plan(packing: KindPacking, root: int | None, solved: Sequence[Solution]) ->
         )
     ]
     templates.sort(key=lambda one: (one.stages[0].root, -one.share))
-    best: tuple[Fraction, PlanByKind] | None = None
-    for duals in (*(one.duals for one in solved), *packing.plain_lengths()):
-        bare = packing.bare(root, duals)
-        try:
-            bound = bare.exact_bound()
-        except PlanError:
-            continue
-        if best is None or bound < best[0]:
-            best = bound, bare
-        if bound == solved[0].rate:
-            break
-    assert best is not None, "links into GPUs prove a bound"
-    return best[1].with_templates(tuple(templates))
+    return tuple(templates)
