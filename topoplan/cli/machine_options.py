@@ -27,6 +27,7 @@ from topoplan.errors import UsageError
 from topoplan.machine.cluster import cluster, cluster_by_kind
 from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.cluster_network import NETWORKS, Server
+from topoplan.machine.faults_by_kind import named_servers
 from topoplan.machine.named_nodes import domain
 from topoplan.machine.nic_wiring import NIC_ACCESS
 from topoplan.machine.topology import Topology
@@ -132,8 +133,11 @@ def apply_cluster_options(
 
 
 def requested_by_kind(options: argparse.Namespace, machine: Topology) -> ClusterByKind | None:
-    """Return the cluster that the options ask for by its kinds of servers; None for no cluster, or one with helpers."""
-    machine, count, given = _asked_cluster(options, machine)
+    """Return the cluster that the options ask for by its kinds of servers, without the faults of `faulty_by_kind`.
+
+    None for no cluster, or one with helpers.
+    """
+    machine, count, given = _asked_cluster(options, apply_overlay(options, machine))
     if count is None or given.pop("helpers") is not None:
         return None
     return cluster_by_kind([Server(machine, count=count)], name=f"{count} x {machine.name}", **given)
@@ -251,30 +255,69 @@ def apply_overlay(options: argparse.Namespace, topology: Topology) -> Topology:
     return apply_nvlink_status(topology, *listings)
 
 
+@dataclass(frozen=True, slots=True)
+class _Faults:
+    """The fault options: links and devices that are out, GPUs by number, and GB/s of slow links."""
+
+    cut: list[str]
+    gone: list[str]
+    gpus: list[int]
+    speeds: dict[str, float]
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> _Faults:
+        """Read the options; UsageError for two speeds of one link."""
+        speeds: dict[str, float] = {}
+        for wire, speed in options.slow_link or []:
+            if speeds.setdefault(wire, speed) != speed:
+                raise UsageError(
+                    f"--slow-link gives {wire} two speeds, {speeds[wire]:g} and {speed:g}; leave one out"
+                )
+        gpus = sorted({gpu for numbers in options.without_gpu or [] for gpu in numbers})
+        return cls(options.without_link or [], options.without_device or [], gpus, speeds)
+
+    def check(self, topology: Topology, names: Sequence[str]) -> None:
+        """Raise UsageError for an unknown part, or a slow link that another option takes out.
+
+        ``names`` are those of the GPUs that are out.
+        """
+        out = {name: f"--without-gpu {gpu}" for gpu, name in zip(self.gpus, names, strict=True)}
+        out |= {one: f"--without-device {name}" for name in self.gone for one in find_devices(topology, name)}
+        dead = {ends: f"--without-link {wire}" for wire in self.cut for ends in find_links(topology, wire)}
+        for wire in self.speeds:
+            for ends in sorted(find_links(topology, wire)):
+                other = dead.get(ends) or out.get(ends[0]) or out.get(ends[1])
+                if other:
+                    raise UsageError(
+                        f"--slow-link {wire} is a link that {other} takes out; leave one of them out"
+                    )
+
+
+def faulty_by_kind(options: argparse.Namespace, cluster: ClusterByKind) -> ClusterByKind:
+    """Apply the fault options to a cluster by kind; errors as `apply_faults`.
+
+    GPUs are numbered as those of the cluster without faults; ranks are the remaining ones.
+    """
+    asked = _Faults.of(options)
+    if asked == _Faults([], [], [], {}):
+        return cluster
+    part = named_servers(cluster, (*asked.speeds, *asked.cut, *asked.gone), asked.gpus)
+    asked.check(part.topology, [cluster.gpu_name(gpu) for gpu in asked.gpus])
+    return cluster.with_faults(
+        slow_links=asked.speeds,
+        without_links=asked.cut,
+        without_devices=asked.gone,
+        without_gpus=asked.gpus,
+    )
+
+
 def apply_faults(options: argparse.Namespace, topology: Topology) -> RequestedMachine:
     """Apply the fault options to a machine; UsageError if they name an unknown part or contradict each other."""
-    cut: list[str] = options.without_link or []
-    gone: list[str] = options.without_device or []
-    gpus = sorted({gpu for numbers in options.without_gpu or [] for gpu in numbers})
-    speeds: dict[str, float] = {}
-    for wire, speed in options.slow_link or []:
-        if speeds.setdefault(wire, speed) != speed:
-            raise UsageError(
-                f"--slow-link gives {wire} two speeds, {speeds[wire]:g} and {speed:g}; leave one out"
-            )
+    asked = _Faults.of(options)
+    gpus = asked.gpus
     left = remaining_gpus(topology, gpus) if topology.gpus else ()
-    names = topology.gpus
-    out = {name: f"--without-gpu {gpu}" for gpu in gpus for name in [names[gpu]]}
-    out |= {device: f"--without-device {name}" for name in gone for device in find_devices(topology, name)}
-    dead = {ends: f"--without-link {wire}" for wire in cut for ends in find_links(topology, wire)}
-    for wire in speeds:
-        for ends in sorted(find_links(topology, wire)):
-            other = dead.get(ends) or out.get(ends[0]) or out.get(ends[1])
-            if other:
-                raise UsageError(
-                    f"--slow-link {wire} is a link that {other} takes out; leave one of them out"
-                )
-    whole = without_devices(without_links(slow_links(topology, speeds), cut), gone)
+    asked.check(topology, [topology.gpus[gpu] for gpu in gpus])
+    whole = without_devices(without_links(slow_links(topology, asked.speeds), asked.cut), asked.gone)
     if gpus:
         # The GPUs stay in place, or the numbers of the others would change; only the note is taken.
         whole = replace(whole, notes=without_gpus(whole, gpus).notes)

@@ -143,7 +143,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         rare,
         """
         --survive K   failover plans for every failure of one GPU, link, switch or NIC too (K must be 1); -o writes all
-                      into one file
+                      into one file, but for clusters that are planned by kind
         """,
         survive=int,
     )
@@ -192,9 +192,20 @@ def run(options: argparse.Namespace) -> Answer:
         "bound_only": _run_bound,
         "sizes": plan_sizes.run,
         "mesh": plan_sets.run_mesh,
-        "survive": plan_sets.run_survival,
+        "survive": _run_survival,
     }
     return runs.get(mode, _run_plan)(options)
+
+
+def _run_survival(options: argparse.Namespace) -> Answer:
+    """Plan for all single failures; those of a large cluster by its kinds of servers."""
+    from topoplan.cli import plan_cluster
+
+    plan_sets.check_survival(options)
+    cluster = plan_cluster.requested_cluster(options)
+    if cluster is None:
+        return plan_sets.run_survival(options)
+    return plan_cluster.run_survival(options, cluster)
 
 
 def _run_plan(options: argparse.Namespace) -> Answer:

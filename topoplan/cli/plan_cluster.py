@@ -6,8 +6,9 @@ import argparse
 from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
-from topoplan.cli.machine_options import FAULT_OPTIONS, NETWORK_OPTIONS, requested_by_kind
+from topoplan.cli.machine_options import NETWORK_OPTIONS, faulty_by_kind, requested_by_kind
 from topoplan.cli.output import (
     Answer,
     folded,
@@ -17,6 +18,7 @@ from topoplan.cli.output import (
     rate_verdict,
     table,
 )
+from topoplan.cli.plan_sets import FAILURE_NOUN
 from topoplan.cli.sources import DESCRIPTION_OPTIONS, read_topology
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
@@ -32,6 +34,12 @@ from topoplan.reading.load import load_cluster_by_kind
 from topoplan.solve.packing.kind_composition import plan_by_kind
 from topoplan.units import counted, format_seconds, labelled, rate_words
 
+if TYPE_CHECKING:
+    from topoplan.solve.survival_by_kind import SurvivalByKind
+
+MOST_LISTED_INSTEAD = 1024
+"""GPUs up to which a cluster without a plan by kind is listed without being asked: some minutes."""
+
 _LISTED_ONLY = (
     *(
         "gpus",
@@ -45,7 +53,7 @@ _LISTED_ONLY = (
         "tolerance",
         "order",
     ),
-    *("demand", "size", "density", "schedule_file", "sizes", "mesh", "survive", "flow_gbps", *FAULT_OPTIONS),
+    *("demand", "size", "density", "schedule_file", "sizes", "mesh", "flow_gbps"),
 )
 """Options of listed plans, if they are given."""
 
@@ -65,6 +73,8 @@ def requested_cluster(options: argparse.Namespace) -> ClusterByKind | None:
         cluster = _described(options)
         if cluster is not None and (cluster.size <= MOST_LISTED or cluster.servers < 2):
             cluster = None
+        if cluster is not None:
+            cluster = faulty_by_kind(options, cluster)
     if options.list is not None and cluster is None:
         raise UsageError(
             f"--list needs a cluster of more than {MOST_LISTED} GPUs that is planned by kind; leave --list out, or "
@@ -77,21 +87,33 @@ def _described(options: argparse.Namespace) -> ClusterByKind | None:
     if isinstance(options.topo, Topology):
         return requested_by_kind(options, options.topo)
     if options.servers is None and options.domain is None:
-        if any(getattr(options, name) is not None for name in (*DESCRIPTION_OPTIONS, *NETWORK_OPTIONS)):
+        given = (*DESCRIPTION_OPTIONS, *NETWORK_OPTIONS, "overlay")
+        if any(getattr(options, name) is not None for name in given):
             return None
         return load_cluster_by_kind(options.topo)
     return requested_by_kind(options, read_topology(options))
 
 
 def run(options: argparse.Namespace, cluster: ClusterByKind) -> Answer | None:
-    """Plan a cluster by its kinds of servers; None if its servers can be planned only as a list."""
+    """Plan a cluster by its kinds of servers; None if its servers can be planned only as a list.
+
+    InfeasibleError for a cluster too large for a list.
+    """
     try:
         with progress_line("planning") as progress:
             made = plan_by_kind(
-                cluster, options.collective, root=options.root, channels=options.channels, progress=progress
+                cluster,
+                options.collective,
+                root=_root_rank(options),
+                channels=options.channels,
+                progress=progress,
             )
-    except InfeasibleError:
-        return None
+    except InfeasibleError as error:
+        if cluster.size <= MOST_LISTED_INSTEAD:
+            return None
+        raise InfeasibleError(
+            f"{error}; --listed plans every GPU by itself, which may take hours", cut=error.cut
+        ) from None
     part = None if options.list is None else ServerPart(made, options.list)
 
     def text() -> Iterator[str]:
@@ -111,6 +133,14 @@ def run(options: argparse.Namespace, cluster: ClusterByKind) -> Answer | None:
         file=made.to_json,
         notes=made.notes,
     )
+
+
+def _root_rank(options: argparse.Namespace) -> int | None:
+    """Return the rank of the root, whose number on the command line counts the GPUs that are taken out."""
+    gone = {gpu for numbers in options.without_gpu or () for gpu in numbers}
+    if options.root in gone:
+        raise UsageError(f"root {options.root} is named by --without-gpu; name one of the remaining GPUs")
+    return None if options.root is None else options.root - sum(gpu < options.root for gpu in gone)
 
 
 def plan_lines(plan: PlanByKind, *, every: bool = False) -> Iterator[str]:
@@ -203,6 +233,119 @@ def template_row(
         "height": stage.height,
         "tree": bracket_notation(plan.fabric.ranks, stage, longest=longest),
     }
+
+
+def run_survival(options: argparse.Namespace, cluster: ClusterByKind) -> Answer:
+    """Plan a cluster by kind for all single failures."""
+    from topoplan.solve.survival_by_kind import plan_survival_by_kind
+
+    if options.output is not None:
+        raise UsageError(
+            f"-o must be without --survive for a cluster of more than {MOST_LISTED} GPUs, got both; use --json, or "
+            "plan one failure with --without-gpu and the like"
+        )
+    with progress_line("planning") as progress:
+        book = plan_survival_by_kind(
+            cluster,
+            options.collective,
+            root=_root_rank(options),
+            channels=options.channels,
+            progress=progress,
+        )
+    return Answer(
+        text=lambda: _survival_lines(book, every=options.all),
+        value=lambda: _survival_object(book),
+        rows=lambda: failure_rows(book),
+        notes=book.whole.notes,
+    )
+
+
+def failure_rows(book: SurvivalByKind) -> list[dict[str, object]]:
+    """Return the classes of failures as objects, without a plan first, then the slowest."""
+    return [
+        {
+            "kind": one.first.kind,
+            "failure": one.first.name,
+            "failures": one.count,
+            "rate": None if one.plan is None else one.plan.rate,
+            "bound": None if one.plan is None else one.plan.bound,
+            "busbw": None if one.plan is None else one.plan.busbw,
+            "none": one.reason or None,
+        }
+        for one in book.classes
+    ]
+
+
+def _survival_object(book: SurvivalByKind) -> dict[str, object]:
+    whole = book.whole
+    return {
+        "collective": whole.collective,
+        "machine": whole.cluster.name,
+        "gpus": whole.size,
+        "root": whole.root,
+        "over": list(whole.channels),
+        "rate": whole.rate,
+        "bound": whole.bound,
+        "busbw": whole.busbw,
+        "number": sum(one.count for one in book.classes),
+        "classes": len(book.classes),
+        "without_plan": sum(one.count for one in book.classes if one.plan is None),
+        "seconds": book.seconds,
+        "failures": failure_rows(book),
+    }
+
+
+def _survival_lines(book: SurvivalByKind, *, every: bool) -> Iterator[str]:
+    """Yield the worst failure, the rate of the whole cluster, and every class of failures, the worst first."""
+    whole, size = book.whole, book.whole.size
+    planned = [one for one in book.classes if one.plan is not None]
+    none = [one for one in book.classes if one.plan is None]
+    worst = next(((one.first, one.plan) for one in planned if one.plan is not None), None)
+    kinds: Counter[str] = Counter()
+    for one in book.classes:
+        kinds[one.first.kind] += one.count
+    found = "no failure has a plan" if worst is None else f"worst {worst[1].rate:.6g} GB/s without {worst[0]}"
+    yield (
+        f"{operation_words(whole)} on {whole.cluster.name}, {size:,} GPUs of {whole.cluster.servers:,} servers, over "
+        f"{channel_words(whole.channels)}: {sum(kinds.values()):,} single failures, {found}"
+    )
+    plans = f"{sum(one.count for one in planned):,}, in {counted(len(planned), 'equivalence class')}"
+    yield from labelled(
+        (
+            "algbw",
+            f"{rate_words(whole.rate, whole.collective, size)} without a failure: {rate_verdict(whole.gap)}",
+        ),
+        (
+            "failures",
+            ", ".join(f"{number:,} {FAILURE_NOUN[kind][number > 1]}" for kind, number in kinds.items()),
+        ),
+        ("plans", plans),
+        (
+            "no plan",
+            f"{sum(one.count for one in none):,} failures, such as that of {none[0].first}; --json says why"
+            if none
+            else "",
+        ),
+    )
+    yield ""
+    rows, left = folded(book.classes, 12, every=every)
+    yield table(
+        ("first failed", "failures", "GB/s", "busbw", "upper bound"),
+        [
+            (
+                str(one.first),
+                f"{one.count:,}",
+                *(
+                    ("-", "-", "no plan by kind")
+                    if one.plan is None
+                    else (f"{one.plan.rate:.6g}", f"{one.plan.busbw:.6g}", f"{one.plan.bound:.6g}")
+                ),
+            )
+            for one in rows
+        ],
+    )
+    yield from folded_line(left, "class")
+    yield f"planned in {format_seconds(book.seconds)}"
 
 
 class ServerPart:

@@ -176,15 +176,19 @@ MAX_LETTERS = 50
 """Most characters of the names of a class's links in the table; at least one is named."""
 
 
-def run_survival(options: argparse.Namespace) -> Answer:
-    """Plan for all single failures."""
-    from topoplan.solve.failure_planner import plan_survival
-
+def check_survival(options: argparse.Namespace) -> None:
+    """Raise UsageError for several failures at once."""
     if options.survive != 1:
         raise UsageError(
             f"--survive {options.survive}: plans are made for single failures; give 1, and replan the degraded machine "
             "after each"
         )
+
+
+def run_survival(options: argparse.Namespace) -> Answer:
+    """Plan for all single failures."""
+    from topoplan.solve.failure_planner import plan_survival
+
     machine = read_machine(options)
     gpus = machine.allocation(options.gpus)
     with progress_line("planning") as progress:

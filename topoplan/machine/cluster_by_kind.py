@@ -8,18 +8,21 @@ one leaf, maps links to links. So the cost of a plan grows with the cells, not w
 `ClusterByKind.sample` lists a few servers of each cell under their names in the whole cluster, with uplinks as fast as
 those of the whole. Routes between two servers pass network switches only, so distances and routes in the sample are
 those of the cluster: they depend on whether two servers share the leaf and the cell.
+
+Faults make a server a kind of its own (`topoplan.machine.faults_by_kind`), and a leaf with a slow uplink a class of its
+own. A server that has lost all GPUs keeps its number, and is in no cell.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from topoplan.errors import UsageError
-from topoplan.machine.cluster_network import ClusterNetwork, join_servers
+from topoplan.machine.cluster_network import SPINE, ClusterNetwork, join_servers
 from topoplan.machine.nic_wiring import NicPort, WiredServer
 from topoplan.machine.topology import Device, Link, Topology, check_memory
 
@@ -57,8 +60,9 @@ class ClusterByKind:
     """Servers ``s0``, ``s1`` and so on, in runs of one kind, joined by a network.
 
     ``kinds`` are wired servers, and ``runs`` are (kind, number of servers) in the order of the servers' numbers.
-    ``nics`` are those of the server with most; ``latency`` is in seconds, for the wires of NICs. UsageError for no
-    server, or more than `MOST_SERVERS`.
+    ``nics`` are those of the server with most; ``latency`` is in seconds, for the wires of NICs. ``uplinks`` are leaves
+    or rails whose links with the spine faults have changed: switch, GB/s up and down. UsageError for no server, more
+    than `MOST_SERVERS`, or no GPU.
     """
 
     name: str
@@ -69,12 +73,15 @@ class ClusterByKind:
     latency: float | None = None
     notes: tuple[str, ...] = ()
     source: str = ""
+    uplinks: tuple[tuple[str, float, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.servers <= MOST_SERVERS:
             raise UsageError(
                 f"a cluster must have 1 to {MOST_SERVERS:,} servers, got {self.servers:,}; choose fewer servers"
             )
+        if not self.size:
+            raise UsageError(f"all GPUs of {self.name} are taken out; leave one")
 
     @cached_property
     def servers(self) -> int:
@@ -92,17 +99,17 @@ class ClusterByKind:
         return sum(self.gpus_of_kind[kind] * count for kind, count in self.runs)
 
     @cached_property
-    def _leaf_size(self) -> int:
+    def leaf_size(self) -> int:
         """Servers of a full leaf."""
         return self.network.leaf_size or self.servers
 
     @cached_property
-    def _leaves(self) -> list[tuple[tuple[int, int], ...]]:
+    def leaves(self) -> list[tuple[tuple[int, int], ...]]:
         """The runs of every leaf, in the order of the leaves."""
         leaves: list[tuple[tuple[int, int], ...]] = []
         rest = list(self.runs)[::-1]
         while rest:
-            free, found = self._leaf_size, []
+            free, found = self.leaf_size, []
             while rest and free:
                 kind, count = rest.pop()
                 taken = min(free, count)
@@ -110,7 +117,7 @@ class ClusterByKind:
                 free -= taken
                 if taken < count:
                     rest.append((kind, count - taken))
-                if taken == self._leaf_size and count - taken >= taken:
+                if taken == self.leaf_size and count - taken >= taken:
                     # A long run fills equal leaves.
                     whole = (count - taken) // taken
                     leaves += [((kind, taken),)] * whole
@@ -121,14 +128,16 @@ class ClusterByKind:
         return leaves
 
     @cached_property
-    def _classes(self) -> dict[tuple[tuple[int, int], ...], list[int]]:
-        """The leaves of each class, by the numbers of servers of each kind."""
-        classes: dict[tuple[tuple[int, int], ...], list[int]] = {}
-        for number, runs in enumerate(self._leaves):
+    def _classes(self) -> dict[tuple[object, tuple[tuple[int, int], ...]], list[int]]:
+        """The leaves of each class, by changed uplinks and the numbers of servers of each kind."""
+        changed = {switch: rates for switch, *rates in self.uplinks}
+        classes: dict[tuple[object, tuple[tuple[int, int], ...]], list[int]] = {}
+        for number, runs in enumerate(self.leaves):
             counts = Counter[int]()
             for kind, count in runs:
                 counts[kind] += count
-            classes.setdefault(tuple(sorted(counts.items())), []).append(number)
+            rates = changed.get(f"leaf{number}", [])
+            classes.setdefault((tuple(rates), tuple(sorted(counts.items()))), []).append(number)
         return classes
 
     @cached_property
@@ -136,8 +145,9 @@ class ClusterByKind:
         """The cells, by leaf class and kind."""
         return tuple(
             Cell(kind, number, len(leaves), count)
-            for number, (counts, leaves) in enumerate(self._classes.items())
+            for number, ((_, counts), leaves) in enumerate(self._classes.items())
             for kind, count in counts
+            if self.gpus_of_kind[kind]
         )
 
     @cached_property
@@ -160,12 +170,18 @@ class ClusterByKind:
         first, start, gpus = next(run for run in reversed(self._first_ranks) if run[1] <= rank)
         return first + (rank - start) // gpus, (rank - start) % gpus
 
+    def gpu_name(self, rank: int) -> str:
+        """Return the name of a rank's GPU."""
+        server, gpu = self.server_of(rank)
+        devices = self.kinds[self.kind_of(server)].devices
+        return f"s{server}.{[device.name for device in devices if device.kind == 'gpu'][gpu]}"
+
     def server(self, place: ServerPlace) -> int:
         """Return the number of the server at a place."""
         cell = self.cells[place.cell]
         leaf = self.leaf_number(cell.leaf_class, place.leaf)
-        number, left = leaf * self._leaf_size, place.position
-        for kind, count in self._leaves[leaf]:
+        number, left = leaf * self.leaf_size, place.position
+        for kind, count in self.leaves[leaf]:
             if kind == cell.kind:
                 if left < count:
                     return number + left
@@ -180,10 +196,12 @@ class ClusterByKind:
         return list(self._classes.values())[leaf_class][leaf]
 
     def place(self, server: int) -> ServerPlace:
-        """Return the place of a server."""
-        leaf, left = divmod(server, self._leaf_size)
+        """Return the place of a server; UsageError for one without GPUs."""
+        if not self.gpus_of_kind[self.kind_of(server)]:
+            raise UsageError(f"s{server} has no GPU: all are taken out; name another server")
+        leaf, left = divmod(server, self.leaf_size)
         before = Counter[int]()
-        for kind, count in self._leaves[leaf]:
+        for kind, count in self.leaves[leaf]:
             if left < count:
                 break
             before[kind] += count
@@ -206,25 +224,27 @@ class ClusterByKind:
             else:
                 runs.append((kind, count))
             first += count
-        own = kinds[next(kind for kind, _ in self._runs_at(server))]
+        own = kinds[self.kind_of(server)]
         return replace(self, kinds=(*kinds, own), runs=tuple(runs))
 
-    def _runs_at(self, server: int) -> list[tuple[int, int]]:
+    def kind_of(self, server: int) -> int:
+        """Return the number of a server's kind."""
         first = 0
         for kind, count in self.runs:
             if first <= server < first + count:
-                return [(kind, count)]
+                return kind
             first += count
         raise UsageError(f"server {server} must be from 0 to {self.servers - 1}")
 
     def rotations(self) -> tuple[Callable[[str], str], ...] | None:
         """Return permutations of device names that generate all equivalences of servers of one cell.
 
-        They rotate the leaves, and the servers of all leaves at once. None for a cluster of more cells.
+        They rotate the leaves, and the servers of all leaves at once. None for a cluster of more cells, with
+        servers that have lost all GPUs, or with uplinks of their own rate.
         """
-        if len(self.cells) > 1:
-            return None
         cell = self.cells[0]
+        if cell.servers != self.servers or self.uplinks:
+            return None
 
         def leaves(name: str) -> str:
             return self._moved(name, cell.count, 0)
@@ -257,7 +277,15 @@ class ClusterByKind:
                     chosen[server] = ServerPlace(number, leaf, position)
                     weights[server] = 1 if position else cell.count - kept + 1
         order = sorted(chosen)
-        topology = self._joined(order, [weights[server] for server in order])
+        for leaf in {server // self.leaf_size for server in order}:
+            # Servers without GPUs count for the uplinks alone.
+            weights |= {
+                members[0]: len(members)
+                for kind, members in self.leaf_runs(leaf)
+                if not self.gpus_of_kind[kind]
+            }
+        every = sorted(weights)
+        topology = self.joined(every, [weights[server] for server in every])
         return ClusterSample(self, topology, tuple(chosen[server] for server in order), tuple(order))
 
     def listed(self) -> Topology:
@@ -271,15 +299,16 @@ class ClusterByKind:
                 for kind, count in every
             ),
         )
-        return self._joined(range(self.servers), None)
+        return self.joined(range(self.servers), None)
 
-    def _joined(self, servers: Sequence[int], counts: Sequence[int] | None) -> Topology:
+    def joined(self, servers: Sequence[int], counts: Sequence[int] | None) -> Topology:
+        """Return servers joined by the network; ``counts`` as of `join_servers`, None for the whole cluster."""
         devices: list[Device] = []
         links: list[Link] = []
         hosts: list[tuple[str, Sequence[NicPort]]] = []
-        kind_of = [kind for kind, count in self.runs for _ in range(count)] if counts is None else None
+        every = [kind for kind, count in self.runs for _ in range(count)] if counts is None else None
         for server in servers:
-            kind = self._runs_at(server)[0][0] if kind_of is None else kind_of[server]
+            kind = self.kind_of(server) if every is None else every[server]
             own, inner, ports = self.kinds[kind].named(f"s{server}")
             devices += own
             links += inner
@@ -287,7 +316,40 @@ class ClusterByKind:
         switches, wires = join_servers(
             self.network, hosts, nics=self.nics, latency=self.latency, numbers=list(servers), counts=counts
         )
+        rates = {(switch, SPINE): up for switch, up, _ in self.uplinks}
+        rates |= {(SPINE, switch): back for switch, _, back in self.uplinks}
+        wires = [
+            replace(link, bandwidth=rates.get((link.src, link.dst), link.bandwidth))
+            for link in wires
+            if rates.get((link.src, link.dst)) != 0
+        ]
         return Topology(self.name, (*devices, *switches), (*links, *wires), self.notes, self.source)
+
+    def leaf_runs(self, leaf: int) -> list[tuple[int, range]]:
+        """Return the kind and the servers of every run of a leaf."""
+        found, first = [], leaf * self.leaf_size
+        for kind, count in self.leaves[leaf]:
+            found.append((kind, range(first, first + count)))
+            first += count
+        return found
+
+    def with_faults(
+        self,
+        *,
+        slow_links: Mapping[str, float] | None = None,
+        without_links: Iterable[str] = (),
+        without_devices: Iterable[str] = (),
+        without_gpus: Iterable[int] = (),
+    ) -> ClusterByKind:
+        """Return the cluster after faults; servers that are equal after them are one kind.
+
+        Arguments are those of `topoplan.slow_links` and the like, by the names of `listed`; rates are in GB/s. GPUs are
+        numbered as the ranks of this cluster; those of the result are the remaining ones, in the same order. UsageError
+        as there, and for a server or leaf with GPUs that the network does not reach any more.
+        """
+        from topoplan.machine.faults_by_kind import with_faults
+
+        return with_faults(self, slow_links or {}, without_links, without_devices, without_gpus)
 
 
 @dataclass(frozen=True)
@@ -311,7 +373,7 @@ class ClusterSample:
         return self._server_at[device.split(".")[0]]
 
     @cached_property
-    def _class_of(self) -> dict[str, tuple[object, ...]]:
+    def class_of(self) -> dict[str, tuple[object, ...]]:
         """Equivalence class of every device of the topology."""
         server = {f"s{number}": place for number, place in zip(self.numbers, self.places, strict=True)}
         leaves: dict[str, int] = {}
@@ -333,7 +395,7 @@ class ClusterSample:
 
     def class_keys(self, links: Sequence[Link]) -> list[tuple[object, ...]]:
         """Return the equivalence class of each link: those of its ends, and its channel."""
-        return [(self._class_of[link.src], self._class_of[link.dst], link.channel) for link in links]
+        return [(self.class_of[link.src], self.class_of[link.dst], link.channel) for link in links]
 
     def link_classes(self, links: Sequence[Link]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the equivalence class of each link, from 0, and how many links of each class the cluster has."""
@@ -343,11 +405,11 @@ class ClusterSample:
         for link, key in zip(links, self.class_keys(links), strict=True):
             if key not in number:
                 number[key] = len(number)
-                counts.append(max(self._count(self._class_of[end]) for end in (link.src, link.dst)))
+                counts.append(max(self.count(self.class_of[end]) for end in (link.src, link.dst)))
             classes.append(number[key])
         return tuple(classes), tuple(counts)
 
-    def _count(self, of: tuple[object, ...]) -> int:
+    def count(self, of: tuple[object, ...]) -> int:
         """Return the number of servers or leaves in whose class a device is; 1 for a switch of all."""
         if of[0] == "switch":
             return 1

@@ -268,9 +268,11 @@ def _plugged(
     down: dict[str, Counter[tuple[float, float]]] = defaultdict(Counter)
     for (_, ports), home, count in zip(servers, homes, counts or [1] * len(servers), strict=True):
         for port, switch in zip(ports, home, strict=True):
-            links.append(Link(port.sender, switch, "network", port.out, latency=latency))
-            links.append(Link(switch, port.receiver, "network", port.back, latency=latency))
-            down[switch][port.out, port.back] += count
+            if port.out:
+                links.append(Link(port.sender, switch, "network", port.out, latency=latency))
+            if port.back:
+                links.append(Link(switch, port.receiver, "network", port.back, latency=latency))
+            down[switch][port.built or (port.out, port.back)] += count
     return links, down
 
 

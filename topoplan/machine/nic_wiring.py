@@ -110,7 +110,8 @@ class NicPort:
     """The network side of a NIC; NIC number i is on rail i.
 
     ``sender`` and ``receiver`` are one device if a single GPU uses the NIC. ``out`` and ``back`` are GB/s into the
-    network and from it.
+    network and from it, 0 without a link. ``built``, after a fault, are the two rates before it: uplinks of switches
+    are as fast as they ask for.
     """
 
     number: int
@@ -118,6 +119,13 @@ class NicPort:
     receiver: str
     out: float
     back: float
+    built: tuple[float, float] | None = None
+
+    def after(self, out: float, back: float) -> NicPort:
+        """Return the port after faults have lowered its rates."""
+        if (out, back) == (self.out, self.back):
+            return self
+        return replace(self, out=out, back=back, built=self.built or (self.out, self.back))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,14 +21,15 @@ stands for servers, divided by the number of links of the class.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from math import gcd, lcm
+from typing import Protocol
 
 from topoplan.machine.cluster_by_kind import ClusterSample, ServerPlace
 from topoplan.machine.fabric import Fabric
-from topoplan.plans.loads import stage_links
+from topoplan.plans.loads import edge_links
 from topoplan.plans.shards import Edge, Shard, Stage
 
 SAMPLE = 3
@@ -118,26 +119,48 @@ def entry_allowed(sample: ClusterSample, root: int, centre: int, entry: int) -> 
     return middle.count % own.count == 0
 
 
-def class_crossings(
-    sample: ClusterSample, fabric: Fabric, classes: Sequence[int], rows: int, template: KindTemplate
-) -> list[int]:
-    """Return how often one byte of a template crosses the links of each class, all links of the class together."""
-    stands = represented(sample, template)
-    home = rank_servers(sample, fabric)
-    crossings = [0] * rows
-    for stage in template.stages:
-        for child_server, edges in _by_child(stage, home).items():
-            times = stands.get(child_server, 0)
-            for link in stage_links(Stage(stage.op, stage.root, edges), fabric):
-                crossings[classes[link]] += times
-    return crossings
+@dataclass(frozen=True)
+class ClassCrossings:
+    """Counts how often trees cross the links of each class: ``classes`` are those of the fabric's links."""
+
+    sample: ClusterSample
+    fabric: Fabric
+    classes: Sequence[int]
+    _known: dict[tuple[str, Edge], tuple[int, ...]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def _home(self) -> list[int]:
+        return rank_servers(self.sample, self.fabric)
+
+    def of(self, template: KindTemplate) -> dict[int, int]:
+        """Return how often one byte of a template crosses each class, all links of the class together."""
+        stands = represented(self.sample, template)
+        crossings: dict[int, int] = {}
+        for stage in template.stages:
+            for edge in stage.edges:
+                times = stands.get(self._home[edge.child], 0)
+                for row in self.rows(stage.op, edge):
+                    crossings[row] = crossings.get(row, 0) + times
+        return crossings
+
+    def rows(self, op: str, edge: Edge) -> tuple[int, ...]:
+        """Return the classes of the links that data crosses on an edge; templates have most edges in common."""
+        if (op, edge) not in self._known:
+            self._known[op, edge] = tuple(self.classes[link] for link in edge_links(edge, op, self.fabric))
+        return self._known[op, edge]
 
 
-def _by_child(stage: Stage, home: Sequence[int]) -> dict[int, tuple[Edge, ...]]:
-    found: dict[int, list[Edge]] = {}
-    for edge in stage.edges:
-        found.setdefault(home[edge.child], []).append(edge)
-    return {server: tuple(edges) for server, edges in found.items()}
+class HasShare(Protocol):
+    """A template of any kind."""
+
+    @property
+    def share(self) -> Fraction: ...
+
+
+def share_units(templates: Sequence[HasShare]) -> tuple[int, list[int]]:
+    """Return a common denominator of the templates' shares, and their numerators over it."""
+    unit = lcm(*(template.share.denominator for template in templates))
+    return unit, [int(template.share * unit) for template in templates]
 
 
 def rank_servers(sample: ClusterSample, fabric: Fabric) -> list[int]:
@@ -239,11 +262,6 @@ class TemplateImages:
     @cached_property
     def _home(self) -> list[int]:
         return rank_servers(self.sample, self.fabric)
-
-    def loads(self, classes: Sequence[int]) -> dict[int, Fraction]:
-        """Return the load of all links of each used class together: bytes for each byte of the buffer."""
-        found = class_crossings(self.sample, self.fabric, classes, max(classes) + 1, self.template)
-        return {row: self.template.share * times for row, times in enumerate(found) if times}
 
     def shard(self, number: int) -> Shard:
         """Return one image as a shard of the whole cluster, with its part of the share."""

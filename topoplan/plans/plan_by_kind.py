@@ -9,7 +9,7 @@ with their number. `PlanByKind.listed` returns the same plan with all devices an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -41,12 +41,14 @@ from topoplan.plans.file_values import (
 from topoplan.plans.kind_exchange import KindPath, PathImages
 from topoplan.plans.kind_templates import (
     SAMPLE,
+    ClassCrossings,
     KindTemplate,
     TemplateImages,
+    share_units,
 )
 from topoplan.plans.plan import ALL_TO_ALL, PLAN_FORMAT_2, Plan, collective_name
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage, path_ends
-from topoplan.units import bus_factor, counted, exact, labelled, nearest_float, rate_words
+from topoplan.units import bus_factor, counted, labelled, nearest_float, rate_words
 
 BY_KIND = "by-kind"
 """Method of plans of clusters by kind."""
@@ -86,25 +88,17 @@ class PlanByKind:
     notes: tuple[str, ...] = ()
     planning_seconds: float | None = None
 
-    @classmethod
-    def build(
-        cls,
-        cluster: ClusterByKind,
-        collective: str,
-        *,
-        root: int | None,
-        channels: tuple[str, ...],
-        templates: Templates,
-        lengths: tuple[ClassLength, ...],
-    ) -> PlanByKind:
-        """Return a plan with its rate recomputed from the templates, and its bound from the lengths."""
-        bare = cls(collective, cluster, root, channels, templates, lengths, 0.0, 0.0)
-        rate, bound = bare.exact_rate(), bare.exact_bound()
-        made = replace(bare, rate=nearest_float(rate), bound=nearest_float(bound), notes=cluster.notes)
-        # Caches of what does not depend on the rate.
-        made.__dict__.update(
-            {key: bare.__dict__[key] for key in ("sample", "fabric") if key in bare.__dict__}
-        )
+    def with_templates(self, templates: Templates) -> PlanByKind:
+        """Return the plan with these templates, its rate recomputed from them, and its bound from the lengths."""
+        made = replace(self, templates=templates, notes=self.cluster.notes)
+        # Caches of what does not depend on the templates.
+        kept: dict[str, object] = {
+            key: self.__dict__[key] for key in self.__dict__.keys() & {"sample", "fabric"}
+        }
+        made.__dict__.update(kept)
+        rate, bound = made.exact_rate(), made.exact_bound()
+        made = replace(made, rate=nearest_float(rate), bound=nearest_float(bound))
+        made.__dict__.update(kept)
         return made
 
     def timed(self, seconds: float) -> PlanByKind:
@@ -165,12 +159,25 @@ class PlanByKind:
     def exact_rate(self) -> Fraction:
         """Return the rate in GB/s at which the first class of links is full."""
         classes, counts = self.sample.link_classes(self.fabric.links)
-        totals = [Fraction(0)] * len(counts)
-        for template in self.templates:
-            for row, load in self.images(template).loads(classes).items():
-                totals[row] += load
+        totals: dict[int, Fraction] = {}
+        for row, load in self._loads(classes):
+            totals[row] = totals.get(row, Fraction(0)) + load
         capacity = dict(zip(classes, self.fabric.capacity, strict=True))
-        return min(capacity[row] * counts[row] / total for row, total in enumerate(totals) if total)
+        return min(capacity[row] * counts[row] / total for row, total in totals.items() if total)
+
+    def _loads(self, classes: Sequence[int]) -> Iterator[tuple[int, Fraction]]:
+        """Yield loads of links by their classes, all links of a class together: bytes for each byte of the buffer."""
+        trees = [template for template in self.templates if isinstance(template, KindTemplate)]
+        unit, shares = share_units(trees)
+        crossings = ClassCrossings(self.sample, self.fabric, classes)
+        totals: dict[int, int] = {}
+        for template, share in zip(trees, shares, strict=True):
+            for row, times in crossings.of(template).items():
+                totals[row] = totals.get(row, 0) + share * times
+        yield from ((row, Fraction(total, unit)) for row, total in totals.items())
+        for path in self.templates:
+            if isinstance(path, KindPath):
+                yield from PathImages(self.sample, self.fabric, path).loads(classes).items()
 
     def exact_bound(self) -> Fraction:
         """Return the bound in GB/s that the lengths prove; PlanError if they prove nothing."""
@@ -252,9 +259,12 @@ class PlanByKind:
 
     def _listed_lengths(self, fabric: Fabric) -> Lengths:
         """Return the lengths of all links of the whole cluster."""
-        every = tuple(range(self.cluster.servers))
+        cluster = self.cluster
+        every = tuple(
+            one for one in range(cluster.servers) if cluster.first_rank(one) < cluster.first_rank(one + 1)
+        )
         whole = ClusterSample(
-            self.cluster, fabric.topology, tuple(self.cluster.place(server) for server in every), every
+            cluster, fabric.topology, tuple(cluster.place(server) for server in every), every
         )
         known = {(src, dst): value for src, dst, value in self.lengths}
         keys = self.sample.class_keys(self.fabric.links)
@@ -496,10 +506,15 @@ def cluster_object(cluster: ClusterByKind) -> dict[str, object]:
         "notes": list(cluster.notes),
         "kinds": [
             {
-                "machine": Topology(f"kind {number}", kind.devices, kind.links).to_object(),
+                **(
+                    {"machine": Topology(f"kind {number}", kind.devices, kind.links).to_object()}
+                    if kind.devices
+                    else {}
+                ),
                 "nics": kind.nics,
                 "ports": [
-                    [port.number, port.sender, port.receiver, port.out, port.back] for port in kind.ports
+                    [port.number, port.sender, port.receiver, port.out, port.back, *(port.built or ())]
+                    for port in kind.ports
                 ],
             }
             for number, kind in enumerate(cluster.kinds)
@@ -510,6 +525,7 @@ def cluster_object(cluster: ClusterByKind) -> dict[str, object]:
         "network": {
             "kind": network.kind,
             **{key: value for key, value in stated.items() if value is not None},
+            **({"uplinks": [list(row) for row in cluster.uplinks]} if cluster.uplinks else {}),
         },
     }
 
@@ -528,16 +544,22 @@ def cluster_from_object(item: object) -> ClusterByKind:
             where = f"cluster: kind {number}"
             kind = read_object(entry, where)
             check_known(kind, ("machine", "nics", "ports"), where)
-            machine = topology_from_object(kind.get("machine"))
+            # A server that has lost all GPUs has no machine.
+            machine = (
+                topology_from_object(kind.get("machine"))
+                if "machine" in kind
+                else Topology(f"kind {number}", (), ())
+            )
             ports = tuple(_read_port(row, where) for row in read_list(kind.get("ports"), f"{where}: ports"))
             names = {device.name for device in machine.devices}
             for port in ports:
-                if port.sender not in names or port.receiver not in names:
+                if (port.out and port.sender not in names) or (port.back and port.receiver not in names):
                     raise PlanError(
                         f"{where}: port {port.number} names a device that the machine does not have"
                     )
-            if not machine.gpus or not ports:
-                raise PlanError(f"{where} needs a GPU and a port")
+            linked = any(port.out for port in ports) and any(port.back for port in ports)
+            if "machine" in kind and not (machine.gpus and linked):
+                raise PlanError(f"{where} needs a GPU, a port out and a port back")
             kinds.append(
                 WiredServer(
                     machine.devices, machine.links, read_whole(kind.get("nics"), f"{where}: nics"), ports, ()
@@ -552,7 +574,8 @@ def cluster_from_object(item: object) -> ClusterByKind:
                 )
             runs.append((pair[0], pair[1]))
         network = read_object(value.get("network"), "cluster: network")
-        check_known(network, ("kind", "rails", "oversubscription", "leaf_size"), "cluster: network")
+        keys = ("kind", "rails", "oversubscription", "leaf_size", "uplinks")
+        check_known(network, keys, "cluster: network")
         rails, leaf = network.get("rails"), network.get("leaf_size")
         ratio = network.get("oversubscription")
         latency = value.get("latency")
@@ -570,6 +593,9 @@ def cluster_from_object(item: object) -> ClusterByKind:
             latency=None if latency is None else read_number(latency, "cluster: latency"),
             notes=read_texts(value.get("notes", []), "cluster: notes"),
             source=read_text(value.get("source", ""), "cluster: source"),
+            uplinks=tuple(
+                _read_uplink(row) for row in read_list(network.get("uplinks", []), "cluster: uplinks")
+            ),
         )
     except (TopologyError, UsageError) as error:
         raise PlanError(f"cluster: {error}") from None
@@ -577,17 +603,36 @@ def cluster_from_object(item: object) -> ClusterByKind:
 
 def _read_port(item: object, where: str) -> NicPort:
     row = read_list(item, f"{where}: a port")
-    if len(row) != 5:
+    if len(row) not in (5, 7):
         raise PlanError(
-            f"{where}: a port must be [number, sender, receiver, GB/s out, GB/s back], got {row!r}"[:200]
+            f"{where}: a port must be [number, sender, receiver, GB/s out, GB/s back] and, after a fault, the rates "
+            f"before it, got {row!r}"[:200]
         )
-    out, back = (read_number(one, f"{where}: rate of a port") for one in row[3:])
-    for rate in (out, back):
-        exact(rate)
+    rates = [_read_rate(one, f"{where}: rate of a port") for one in row[3:]]
+    out, back, *built = rates
+    if 0 in (built or rates):
+        raise PlanError(
+            f"{where}: rates of a port must be above 0 GB/s, but after a fault, got {row!r}"[:200]
+        )
     return NicPort(
         read_whole(row[0], f"{where}: number of a port"),
         read_text(row[1], f"{where}: sender"),
         read_text(row[2], f"{where}: receiver"),
         out,
         back,
+        (built[0], built[1]) if built else None,
     )
+
+
+def _read_rate(value: object, where: str) -> float:
+    if value is None:
+        raise PlanError(f"{where} must be a number of GB/s, got null")
+    return read_number(value, where)
+
+
+def _read_uplink(item: object) -> tuple[str, float, float]:
+    row = read_list(item, "cluster: an uplink")
+    if len(row) != 3:
+        raise PlanError(f"cluster: an uplink must be [switch, GB/s up, GB/s down], got {row!r}"[:200])
+    up, back = (_read_rate(one, "cluster: rate of an uplink") for one in row[1:])
+    return read_text(row[0], "cluster: switch of an uplink"), up, back

@@ -23,7 +23,7 @@ from topoplan.errors import PlanError
 from topoplan.machine.cluster_by_kind import ClusterSample
 from topoplan.plans.build import stage_order
 from topoplan.plans.kind_exchange import KindPath
-from topoplan.plans.kind_templates import KindTemplate
+from topoplan.plans.kind_templates import KindTemplate, share_units
 from topoplan.plans.loads import edge_links
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, ROOTED
 from topoplan.plans.plan_by_kind import NOT_BY_KIND, PlanByKind
@@ -47,7 +47,9 @@ def verify_by_kind(plan: PlanByKind) -> Verification:
         _check_shares(plan)
     home = _server_of_rank(plan.sample, plan.fabric.ranks)
     classes, counts = plan.sample.link_classes(plan.fabric.links)
-    crossed = [Fraction(0)] * len(counts)
+    crossed, crossings = [Fraction(0)] * len(counts), [0] * len(counts)
+    unit, shares = share_units(plan.templates)
+    links: dict[tuple[str, Edge], tuple[int, ...]] = {}
     trees = 0
     for number, template in enumerate(plan.templates):
         try:
@@ -66,13 +68,17 @@ def verify_by_kind(plan: PlanByKind) -> Verification:
             for stage in template.stages:
                 reached = _check_stage(plan, groups, stage)
                 for edge in stage.edges:
-                    _check_leaves(plan, edge, _servers_of(plan, [edge]))
-                    times = template.share * groups.sizes[reached[edge.child]]
-                    for place in edge_links(edge, stage.op, plan.fabric):
-                        crossed[classes[place]] += times
+                    times = shares[number] * groups.sizes[reached[edge.child]]
+                    # Templates have most edges in common.
+                    if (stage.op, edge) not in links:
+                        _check_leaves(plan, edge, _servers_of(plan, [edge]))
+                        links[stage.op, edge] = edge_links(edge, stage.op, plan.fabric)
+                    for place in links[stage.op, edge]:
+                        crossings[classes[place]] += times
         except PlanError as error:
             raise error.under(f"template {number}") from None
     capacity = dict(zip(classes, plan.fabric.capacity, strict=True))
+    crossed = [load + Fraction(times, unit) for load, times in zip(crossed, crossings, strict=True)]
     rates = {row: capacity[row] * counts[row] / times for row, times in enumerate(crossed) if times}
     rate, bound = min(rates.values()), plan.exact_bound()
     check_claim("rate", plan.rate, rate)

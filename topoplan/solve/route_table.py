@@ -248,6 +248,9 @@ LONGEST = 1 << 31
 """Largest length of a link."""
 
 _FAR = np.int64(1) << 61
+_CACHED_PAIRS = 1 << 17
+"""Starts times links of one part of a search."""
+
 _HOPS = 16
 """Bits in which links are counted below the length."""
 
@@ -277,6 +280,11 @@ class ShortestRoutes:
         """
         if not self._forwards.any():
             return self._links(lengths, starts)
+        # Starts are searched by parts whose tables fit into the processor's cache.
+        part = max(1, _CACHED_PAIRS // len(self._order))
+        if len(starts) > part:
+            found = [self(lengths, starts[at : at + part]) for at in range(0, len(starts), part)]
+            return np.concatenate([one for one, _ in found]), np.concatenate([one for _, one in found])
         nodes, tails, heads = self._nodes, self._tails, self._heads
         entered, first = self._entered, self._first
         weights = (lengths[self._order] << _HOPS) + 1

@@ -141,3 +141,42 @@ def test_bad_topology_files_are_refused(refused: Done) -> None:
         ([one for one in links if one["src"] != "rail0"], "nothing leaves the cut {s0.gpu0, s0.gpu1"),
     ):
         assert says in refused("plan -", stdin=json.dumps({**json.loads(whole), "links": kept}))
+
+
+FORTY = "dgx-h100 --servers 40 --nic-bandwidth 400Gb/s"
+
+
+def test_faults_of_a_large_cluster_keep_it_planned_by_kind(told: Told) -> None:
+    """The numbers on the command line are those of the whole cluster; ranks are the GPUs that remain."""
+    faults = "--slow-link s5.gpu0-s5.nvswitch0=200GB/s --without-device s7.nic3 --without-gpu 1,16-23"
+    plan = told(f"plan {FORTY} {faults} --collective broadcast --root 24")
+    assert (plan["gpus"], plan["root"], plan["method"]) == (311, 15, "by-kind")
+    assert plan["templates"][0]["root"] == "s3"
+    assert [note for note in plan["notes"] if "taken out" in note or "slowed" in note] == [
+        "slowed: s5.gpu0-s5.nvswitch0 to 200 GB/s",
+        "taken out: s7.nic3",
+        "taken out: s0.gpu1, " + ", ".join(f"s2.gpu{gpu}" for gpu in range(8)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("faults", "words"),
+    [
+        ("--without-gpu 3 --slow-link s0.gpu3-s0.nvswitch0=1GB/s", "that --without-gpu 3 takes out"),
+        ("--without-gpu 3 --collective reduce --root 3", "root 3 is named by --without-gpu"),
+        ("--without-device s41.nic0", "has servers s0 to s39"),
+        ("--without-gpu 8-15 --list s1", "s1 has no GPU"),
+    ],
+)
+def test_refused_faults_of_a_large_cluster(refused: Done, faults: str, words: str) -> None:
+    assert words in refused(f"plan {FORTY} {faults}")
+
+
+def test_single_failures_of_a_large_cluster(told: Told, done: Done, refused: Done) -> None:
+    book = told(f"plan {FORTY} --survive 1")
+    assert (book["number"], book["classes"], book["without_plan"]) == (1641, 7, 361)
+    assert book["number"] == sum(row["failures"] for row in book["failures"])
+    assert "no nvlink path" in book["failures"][0]["none"]
+    assert "s0.nic0" in done(f"plan {FORTY} --survive 1 --csv")
+    assert "without s0.gpu0" in done(f"plan {FORTY} --survive 1").splitlines()[0]
+    assert "-o must be without --survive" in refused(f"plan {FORTY} --survive 1 -o plans.json")

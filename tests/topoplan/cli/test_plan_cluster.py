@@ -87,4 +87,4 @@ def test_options_of_listed_plans_list_the_cluster(done: Done, tmp_path: Path) ->
     ]
     place = tmp_path / "small.json"
     done(f"{small} -o {place}")
-    assert done(f"simulate {place} --size 64MB").startswith("all_reduce on 66 x v100x4, 264 GPUs")
+    assert "all_reduce on 66 x v100x4, 264 GPUs" in done(f"simulate {place}")

@@ -117,6 +117,11 @@ def test_routes_are_those_of_dijkstra(wiring: tuple[int, int, list[tuple[int, in
     ranks, nodes, ends, lengths = wiring
     search = ShortestRoutes(np.array(ends), ranks=ranks, nodes=nodes)
     distance, via = search(np.array(lengths), np.arange(ranks))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("topoplan.solve.route_table._CACHED_PAIRS", 1)
+        parts = search(np.array(lengths), np.arange(ranks))
+    assert np.array_equal(parts[0], distance)
+    assert np.array_equal(parts[1], via)
     for start in range(ranks):
         found = (distance[start].tolist(), via[start].tolist())
         assert found == _dijkstra(start, ranks, nodes, ends, lengths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.support.refusals import refused
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.survival import SurvivalPlans, surviving_ranks
+from topoplan.solve.survival_by_kind import plan_survival_by_kind
 
 
 @cache
@@ -203,3 +205,31 @@ def test_what_is_not_one_plan_of_elements_is_not_replanned() -> None:
         topoplan.replan(book_of("v100x4"), without_gpus=[0])  # type: ignore[arg-type]
     with refused(UsageError, "is not replanned; plan the degraded machine anew"):
         topoplan.replan(topoplan.sparse_plan("v100x4", density=0.01), without_gpus=[0])
+
+
+@pytest.mark.parametrize(
+    ("network", "collective", "root", "access"),
+    [
+        ({"network": "fat-tree", "leaf_size": 2}, "allgather", None, "direct"),
+        ({"network": "rail-optimised", "oversubscription": 2}, "broadcast", 5, "pcie"),
+    ],
+)
+def test_failures_by_kind_are_those_of_the_listed_cluster_with_the_same_rates(
+    network: dict[str, Any], collective: str, root: int | None, access: str
+) -> None:
+    cluster = topoplan.cluster_by_kind(
+        [topoplan.Server("v100x4", count=3)], nic_gbps=100, nics=2, nic_access=access, **network
+    )
+    book = plan_survival_by_kind(cluster, collective, root=root)
+    listed = topoplan.plan_survival(cluster.listed(), collective, root=root)
+    plans = [
+        one.plan or (None if one.like is None else listed.outcomes[one.like].plan) for one in listed.outcomes
+    ]
+    wanted = Counter(None if plan is None else round(plan.rate, 6) for plan in plans)
+    found: Counter[float | None] = Counter()
+    for one in book.classes:
+        found[None if one.plan is None else round(one.plan.rate, 6)] += one.count
+    assert found == wanted
+    rates = [one.plan.rate for one in book.classes if one.plan is not None]
+    assert rates == sorted(rates)
+    assert all(one.reason for one in book.classes[: len(book.classes) - len(rates)])

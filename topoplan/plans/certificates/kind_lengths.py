@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from topoplan.errors import PlanError
 from topoplan.machine.cluster_by_kind import ClusterSample
 from topoplan.machine.fabric import Fabric
-from topoplan.plans.certificates.forest_length import contracted_graph, distances
+from topoplan.plans.certificates.forest_length import ArcLengths, contracted_graph, distances
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class SampleDistances:
     each rank its server and leaf in the sample, and the number of ranks of the cluster for each such rank of it.
     """
 
-    table: NDArray[np.object_]
+    table: NDArray[Any]
     server: NDArray[np.int64]
     leaf: NDArray[np.int64]
     weight: tuple[Fraction, ...]
@@ -46,7 +47,7 @@ def sample_distances(sample: ClusterSample, fabric: Fabric, lengths: Sequence[in
     part, arcs = contracted_graph(fabric, lengths)
     where = sorted({part[rank] for rank in range(fabric.size)})
     column = {vertex: place for place, vertex in enumerate(where)}
-    reach = np.array([distances(arcs, start, where) for start in where], dtype=object)
+    reach = _all_distances(arcs, where)
     vertex = [column[part[rank]] for rank in range(fabric.size)]
     numbers = {f"s{number}": place for place, number in enumerate(sample.numbers)}
     server = [numbers[name.split(".")[0]] for name in fabric.ranks]
@@ -71,38 +72,65 @@ def _tree_at_least(
     ``leaves_of`` is for each rank the number of the cluster's leaves of its leaf's class over those of the sample.
     PlanError if a rank does not reach another.
     """
-    left = (found.table if into else found.table.T).copy()
+    left = found.table if into else found.table.T
     size = len(left)
     if size > 1 and (left[~np.eye(size, dtype=bool)] < 0).any():
         raise PlanError("the lengths prove nothing: a rank does not reach another on the plan's channels")
-    far = int(left.max()) + 1
-    labels = (np.arange(size), found.server, found.leaf)
-    chain = np.zeros(size, dtype=object)
+    if int(left.max()) < _FAR:
+        left = left.astype(np.int64)
+    chain, beyond = np.zeros(size, dtype=left.dtype), np.zeros(size, dtype=left.dtype)
     total = Fraction(0)
+    labels = (np.arange(size), found.server, found.leaf)
     for label, weights in zip(labels, (found.weight, found.weight, leaves_of), strict=True):
-        apart = np.where(label[:, None] == label[None, :], far, left)
-        step = np.zeros(size, dtype=object)
-        for one in np.unique(label):
-            members = label == one
-            least = int(apart[:, members].min())
-            if least < far:
-                step[members] = least
-                total += least * weights[int(np.flatnonzero(members)[0])]
+        first, step, left = _less_entered(left, label)
+        total += sum((int(step[one]) * weights[one] for one in first.tolist()), Fraction(0))
         chain = chain + step
-        left = left - np.where(label[:, None] == label[None, :], 0, step[None, :])
-    lengths = []
-    for root in roots:
-        rest = left.copy()
-        beyond = 0
-        for label in reversed(labels):
-            inside = label == label[root]
-            if inside.all():
-                continue
-            least = int(rest[np.ix_(inside, ~inside)].min())
-            rest[np.ix_(inside, ~inside)] -= least
-            beyond += least
-        lengths.append(total - int(chain[root]) + beyond)
-    return lengths
+    # The three sets of a root are entered from it alone: rows and columns change places.
+    left = left.T
+    for label in reversed(labels):
+        _, step, left = _less_entered(left, label)
+        beyond = beyond + step
+    return [total - int(chain[root]) + int(beyond[root]) for root in roots]
+
+
+_FAR = 1 << 60
+"""Distances below it are added in 64 bits."""
+
+_EXACT_FLOAT = 1 << 53
+"""Whole numbers below it are exact in float64."""
+
+
+def _all_distances(arcs: ArcLengths, where: Sequence[int]) -> NDArray[Any]:
+    """Return the distances between some vertices, of shape (V, V), in whole numbers; -1 if unreachable."""
+    size = max((*where, *arcs, *(dst for row in arcs.values() for dst in row)), default=0) + 1
+    every = [(src, dst, y) for src, row in arcs.items() for dst, y in row.items()]
+    if not every or size * max(y for _, _, y in every) >= _EXACT_FLOAT:
+        return np.array([distances(arcs, start, where) for start in where], dtype=object)
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import dijkstra
+
+    tails, heads, lengths = (np.array(column) for column in zip(*every, strict=True))
+    # Links of length 0 are explicit zeros, which are links to scipy.
+    graph = csr_array((lengths.astype(np.float64), (tails, heads)), shape=(size, size))
+    reach = dijkstra(graph, indices=where)[:, where]
+    return np.where(np.isinf(reach), -1, reach).astype(np.int64)
+
+
+def _less_entered(
+    left: NDArray[Any], label: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]:
+    """Return the shortest way into the set of each rank from outside, 0 for the set of all, and what it leaves of ways.
+
+    The first array are the first ranks of the sets.
+    """
+    _, first, part = np.unique(label, return_index=True, return_inverse=True)
+    if len(first) == 1:
+        return first, np.zeros(len(label), dtype=left.dtype), left
+    inside = label[:, None] == label[None, :]
+    nearest = np.where(inside, left.max() + 1, left).min(axis=0)
+    order = np.argsort(part, kind="stable")
+    step = np.minimum.reduceat(nearest[order], np.searchsorted(part[order], range(len(first))))[part]
+    return first, step, left - np.where(inside, 0, step[None, :])
 
 
 def forest_at_least(

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 
-from topoplan.errors import InfeasibleError
+from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind, ClusterSample, ServerPlace
 from topoplan.machine.fabric import Arc, Fabric
 from topoplan.machine.fabric_structure import (
@@ -24,8 +24,8 @@ from topoplan.machine.fabric_structure import (
 )
 from topoplan.plans.build import stage_order
 from topoplan.plans.kind_templates import (
+    ClassCrossings,
     KindTemplate,
-    class_crossings,
     entry_allowed,
     needed_shifts,
     represented,
@@ -73,10 +73,14 @@ class _Star:
 
 @dataclass(frozen=True)
 class _Costs:
-    """Costs of trees under lengths: ``near[u, v]`` of an edge, ``inside`` of the tree over a server from each rank."""
+    """Costs of trees under lengths: ``near[u, v]`` of an edge, ``inside`` of the tree over a server from each rank.
+
+    ``ways`` are known cheapest ways from a rank to a server.
+    """
 
     near: NDArray[np.int64]
     inside: NDArray[np.int64]
+    ways: dict[tuple[int, int], _Join] = field(default_factory=dict)
 
 
 class KindStars:
@@ -123,6 +127,11 @@ class KindStars:
 
     def joined(self, costs: _Costs, tail: int, server: int) -> _Join:
         """Return the cheapest way from a rank to all ranks of a server: one local root, or an edge to each rank."""
+        if (tail, server) not in costs.ways:
+            costs.ways[tail, server] = self._joined(costs, tail, server)
+        return costs.ways[tail, server]
+
+    def _joined(self, costs: _Costs, tail: int, server: int) -> _Join:
         members = self.members[server]
         place = self.members[self.home[tail]].index(tail)
         order = [members[(place + step) % len(members)] for step in range(len(members))]
@@ -149,6 +158,17 @@ class KindStars:
             if found is not None and (best is None or found.join.cost + start < best.join.cost):
                 first = _Join(start, ((gateway, middle),), (middle,))
                 best = _Star(root, centre, found.entries, first + found.join)
+        return best
+
+    def cheapest(self, costs: _Costs, root: int) -> _Star | None:
+        """Return the cheapest tree between servers, from any rank of the root's server or through any centre."""
+        best: _Star | None = None
+        for centre in self.centres(root):
+            # A centre elsewhere has its data from the best rank, so one start is enough.
+            for rank in self.members[root] if centre == root else self.members[root][:1]:
+                star = self.star(costs, root, rank, centre)
+                if star is not None and (best is None or star.join.cost < best.join.cost):
+                    best = star
         return best
 
     def _from(self, costs: _Costs, root: int, gateway: int, centre: int, rank: int) -> _Star | None:
@@ -224,6 +244,7 @@ class KindPacking(KindProgram[_TemplateColumn]):
         super().__init__(cluster, collective, root=root, channels=channels, progress=progress)
         self.servers.check()
         self.stars = KindStars(self.sample, self.fabric)
+        self.crossings = ClassCrossings(self.sample, self.fabric, self.rows)
 
     def templates(self, solution: Solution[_TemplateColumn]) -> tuple[KindTemplate, ...]:
         totals: dict[int, Fraction] = {}
@@ -258,25 +279,31 @@ class KindPacking(KindProgram[_TemplateColumn]):
                 near = np.minimum(near + table, UNREACHABLE)
                 inside = np.minimum(inside + trees.costs, UNREACHABLE)
         costs = _Costs(near, inside)
-        found = []
+        found: list[_TemplateColumn] = []
+        missing: int | None = None
+        beyond: dict[int, _Star | None] = {}
+        edges: dict[tuple[str, int, int], Edge] = {}
         for rank, _ in self.owners:
             home = self.stars.home[rank]
-            best: tuple[int, _Star] | None = None
-            reaches = inside[rank] < UNREACHABLE
-            for centre in self.stars.centres(home) if reaches else ():
-                if centre != home and self.collective == "allreduce":
-                    break
-                ranks = self.members[home] if centre == home and self.collective != "allreduce" else [rank]
-                for start in ranks:
-                    star = self.stars.star(costs, home, start, centre)
-                    if star is not None and (best is None or star.join.cost < best[0]):
-                        best = (star.join.cost, star)
-            if best is None:
-                raise InfeasibleError(
-                    "trees by kind need a GPU that reaches one of every other server in one hop and back, and "
-                    f"{self.fabric.ranks[rank]} reaches none; plan the listed cluster instead"
-                )
-            found.append(self._column(rank, best[1], below, above, routes))
+            best: _Star | None = None
+            if inside[rank] < UNREACHABLE and self.collective == "allreduce":
+                best = self.stars.star(costs, home, rank, home)
+            elif inside[rank] < UNREACHABLE:
+                if home not in beyond:
+                    beyond[home] = self.stars.cheapest(costs, home)
+                best = beyond[home]
+            if best is not None:
+                found.append(self._column(rank, best, below, above, routes, edges))
+            elif self.shared:
+                # Its block needs a tree; the trees of an allreduce may have other roots.
+                missing = rank
+                break
+        if missing is not None or not found:
+            name = self.fabric.ranks[self.owners[0][0] if missing is None else missing]
+            raise InfeasibleError(
+                "trees by kind need a GPU that reaches one of every other server in one hop and back, and "
+                f"{name} reaches none; plan the listed cluster instead"
+            )
         return found
 
     def _column(
@@ -286,6 +313,7 @@ class KindPacking(KindProgram[_TemplateColumn]):
         below: ServerTrees | None,
         above: ServerTrees | None,
         routes: ServerRoutes,
+        known: dict[tuple[str, int, int], Edge],
     ) -> _TemplateColumn:
         stages = []
         for op in stage_order(self.collective):
@@ -297,7 +325,7 @@ class KindPacking(KindProgram[_TemplateColumn]):
                 parents[child] = parent
             for local in star.join.roots:
                 trees.attach(local, parents)
-            stages.append(Stage(op, rank, self._edges(op, rank, parents.tolist(), routes)))
+            stages.append(Stage(op, rank, self._edges(op, parents.tolist(), routes, known)))
         template = KindTemplate(
             Fraction(1),
             star.root,
@@ -306,19 +334,27 @@ class KindPacking(KindProgram[_TemplateColumn]):
             needed_shifts(self.sample, star.root, star.centre, star.entries),
             tuple(Stage(stage.op, stage.root, stage.top_down()) for stage in stages),
         )
-        usage = class_crossings(self.sample, self.fabric, self.rows, len(self.counts), template)
-        return _TemplateColumn(rank, tuple(usage), template)
+        usage = self.crossings.of(template)
+        return _TemplateColumn(rank, tuple(usage.get(row, 0) for row in range(len(self.counts))), template)
 
-    def _edges(self, op: str, root: int, parents: Sequence[int], routes: ServerRoutes) -> tuple[Edge, ...]:
+    def _edges(
+        self,
+        op: str,
+        parents: Sequence[int],
+        routes: ServerRoutes,
+        known: dict[tuple[str, int, int], Edge],
+    ) -> tuple[Edge, ...]:
         edges = []
         for child, parent in enumerate(parents):
             if parent < 0:
                 continue
-            tail, head = (parent, child) if op == "broadcast" else (child, parent)
-            arc: Arc = self.fabric.arc(routes.route(tail, head))
-            edges.append(
-                Edge(parent, child, arc.route if op == "broadcast" else arc.route[::-1], arc.channel)
-            )
+            key = (op, parent, child)
+            if key not in known:
+                tail, head = (parent, child) if op == "broadcast" else (child, parent)
+                arc: Arc = self.fabric.arc(routes.route(tail, head))
+                route = arc.route if op == "broadcast" else arc.route[::-1]
+                known[key] = Edge(parent, child, route, arc.channel)
+            edges.append(known[key])
         return tuple(edges)
 
 
@@ -376,6 +412,8 @@ def plan_by_kind(
     """
     started = time.perf_counter()
     collective = check_collective(collective)
+    if root is not None and not 0 <= root < cluster.size:
+        raise UsageError(f"root {root} must be a rank from 0 to {cluster.size - 1}; name another")
     root = root_rank(range(cluster.size), collective, root)
     where = None
     if root is not None:

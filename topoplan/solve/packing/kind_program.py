@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import combinations
 from math import gcd, lcm
 from operator import mul
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,9 @@ from topoplan.solve.symmetry.symmetry_search import find_symmetry
 LOW = (1, 2)
 """Heights that are tried before any height."""
 
+FEW_SETS = 3
+"""Cells whose servers, or leaves, alone may prove a bound."""
+
 FEW_ROWS = 64
 """Rows of a program that is solved at once."""
 
@@ -74,6 +77,13 @@ class Solution(Generic[Column]):
     rate: Fraction
     columns: dict[Column, Fraction]
     duals: list[int]
+
+
+class Proof(NamedTuple):
+    """A bound in GB/s, and the plan without templates whose lengths prove it."""
+
+    bound: Fraction
+    bare: PlanByKind
 
 
 def _between(calm: Sequence[int], lengths: Sequence[int], limits: Sequence[int]) -> list[int]:
@@ -210,30 +220,38 @@ class KindProgram(ABC, Generic[Column]):
         assert found is not None, "symmetries are chosen so that their group can be listed"
         return [[int(node) for node in element] for element in found]
 
+    @cached_property
+    def _place(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.fabric.nodes)}
+
+    @cached_property
+    def _edge_images(self) -> list[dict[Edge, Edge]]:
+        """The images of edges under every element, as far as they are known."""
+        return [{} for _ in self.elements]
+
     def images(self, template: Template) -> list[Template]:
         """Return the distinct images of a template under the symmetries, each with an equal part of its share."""
-        fabric = self.fabric
         found: dict[tuple[Stage, ...], None] = {}
-        place = {name: number for number, name in enumerate(fabric.nodes)}
-        for element in self.elements:
+        for element, image in zip(self.elements, self._edge_images, strict=True):
             stages = []
             for stage in template.stages:
-                edges = tuple(
-                    Edge(
-                        element[edge.parent],
-                        element[edge.child],
-                        tuple(fabric.nodes[element[place[name]]] for name in edge.route),
-                        edge.channel,
-                    )
-                    for edge in stage.edges
-                )
-                moved = Stage(stage.op, element[stage.root], edges)
+                for edge in stage.edges:
+                    # Templates have most edges in common.
+                    if edge not in image:
+                        route = tuple(self.fabric.nodes[element[self._place[name]]] for name in edge.route)
+                        image[edge] = Edge(element[edge.parent], element[edge.child], route, edge.channel)
+                moved = Stage(stage.op, element[stage.root], tuple(image[edge] for edge in stage.edges))
                 stages.append(Stage(moved.op, moved.root, moved.top_down()))
             found.setdefault(tuple(stages))
         return [replace(template, share=template.share / len(found), stages=stages) for stages in found]
 
-    def solve(self, height: int | None, target: Fraction | None) -> Solution[Column]:
-        """Pack columns of limited height; stop at the rate ``target`` in GB/s."""
+    def solve(
+        self, height: int | None, target: Fraction | None, start: Sequence[Column] = ()
+    ) -> Solution[Column]:
+        """Pack columns of limited height; stop at the rate ``target`` in GB/s.
+
+        ``start`` are the first columns, such as those of a solution with a lower height.
+        """
         owners = len(self.owners) if self.shared else 0
         limits = [*self.limits, *[0] * owners]
         wide = max(self.limits).bit_length() > GUIDED_BITS
@@ -256,8 +274,9 @@ class KindProgram(ABC, Generic[Column]):
         prices: list[int] = []
         calm = lengths
         for _ in range(MOST_ROUNDS):
-            fresh: list[Column] = []
-            for priced_at in (calm, lengths) if prices else (lengths,):
+            fresh: list[Column] = [] if columns else list(start)
+            known.update(fresh)
+            for priced_at in () if fresh else (calm, lengths) if prices else (lengths,):
                 for column in self.cheapest(priced_at, height):
                     cost = sum(times * length for times, length in zip(column.usage, lengths, strict=True))
                     price = prices[place[column.rank] if self.shared else 0] if prices else cost + 1
@@ -301,7 +320,8 @@ class KindProgram(ABC, Generic[Column]):
     def plain_lengths(self) -> Iterator[list[int]]:
         """Yield lengths of 1 for the links that data crosses into sets, or out of them.
 
-        The sets are GPUs, servers, leaves and combinations of these; and the servers, or leaves, of one cell alone.
+        The sets are GPUs, servers, leaves and combinations of these; and the servers, or leaves, of one cell alone,
+        for the few cells with the least bandwidth of one server or leaf.
         """
         cell_of = {
             f"s{n}": place.cell for n, place in zip(self.sample.numbers, self.sample.places, strict=True)
@@ -325,23 +345,29 @@ class KindProgram(ABC, Generic[Column]):
                 set().union(*(rows for place, rows in enumerate(levels) if number >> place & 1))
                 for number in range(1, 8)
             ]
-            if len(of_servers) > 1:
-                chosen += of_servers.values()
-            if len(of_leaves) > 1:
-                chosen += of_leaves.values()
+            for parts in (of_servers.values(), of_leaves.values()):
+                if len(parts) > 1:
+                    chosen += sorted(parts, key=self._capacity)[:FEW_SETS]
             for rows in dict.fromkeys(map(frozenset, chosen)):
                 if rows:
                     yield [int(row in rows) for row in range(len(self.counts))]
 
-    def aim(self, root: int | None) -> Fraction | None:
-        """Return the lowest bound of `plain_lengths` in GB/s, at which a search may stop; None if none proves any."""
-        found = []
-        for lengths in self.plain_lengths():
+    def _capacity(self, rows: set[int]) -> Fraction:
+        """Return the bandwidth of rows of the program, each by the link of one server or leaf."""
+        return sum((Fraction(self.limits[row], self.counts[row]) for row in rows), Fraction(0))
+
+    def lowest(self, root: int | None, every: Iterable[Sequence[int]]) -> Proof | None:
+        """Return the lowest of the bounds that lengths of the rows prove; None if none proves any."""
+        best: Proof | None = None
+        for lengths in every:
+            bare = self.bare(root, lengths)
             try:
-                found.append(self.bare(root, lengths).exact_bound())
+                bound = bare.exact_bound()
             except PlanError:
                 continue
-        return min(found, default=None)
+            if best is None or bound < best.bound:
+                best = Proof(bound, bare)
+        return best
 
     def bare(self, root: int | None, lengths: Sequence[int]) -> PlanByKind:
         """Return a plan without templates under lengths of the rows."""
@@ -366,56 +392,34 @@ class KindProgram(ABC, Generic[Column]):
 
     def best_plan(self, root: int | None) -> PlanByKind:
         """Return the plan of the best rate, with the lowest height of `heights` that allows it."""
-        aim = self.aim(root)
+        aim = self.lowest(root, self.plain_lengths())
+        target = None if aim is None else aim.bound
         lowest: Solution[Column] | None = None
         with suppress(InfeasibleError):
-            lowest = self.solve(1, aim)
-            bound, duals = self._lowest_bound(root, [lowest])
-            if bound == lowest.rate:
-                return self._plan(root, lowest, duals)
-        whole = self.solve(None, aim)
+            lowest = self.solve(1, target)
+            proof = self._proof(root, [lowest], aim)
+            if proof.bound == lowest.rate:
+                return proof.bare.with_templates(self.templates(lowest))
+        start = () if lowest is None else tuple(lowest.columns)
+        whole = self.solve(None, target, start)
         best = whole
         for height in self.heights(whole):
             try:
-                lower = lowest if height == 1 and lowest else self.solve(height, whole.rate)
+                lower = lowest if height == 1 and lowest else self.solve(height, whole.rate, start)
             except InfeasibleError:
                 continue
             if lower.rate >= whole.rate:
                 best = lower
                 break
-        return self._plan(root, best, self._lowest_bound(root, [best, whole])[1])
+        return self._proof(root, [best, whole], aim).bare.with_templates(self.templates(best))
 
     def heights(self, solution: Solution[Column]) -> Iterable[int]:
         """Return the heights that may reach the rate of a solution of any height, ascending."""
         return LOW
 
-    def _lowest_bound(
-        self, root: int | None, solved: Sequence[Solution[Column]]
-    ) -> tuple[Fraction, Sequence[int]]:
-        """Return the lowest known bound in GB/s, and the lengths of the rows that prove it.
-
-        Known are those of the dual lengths of all solutions, and if they are above the rate of the first, of links into
-        servers, GPUs and leaves with length 1.
-        """
-        best: tuple[Fraction, Sequence[int]] | None = None
-        for duals in (*(one.duals for one in solved), *self.plain_lengths()):
-            if best is not None and best[0] == solved[0].rate:
-                break
-            try:
-                bound = self.bare(root, duals).exact_bound()
-            except PlanError:
-                continue
-            if best is None or bound < best[0]:
-                best = bound, duals
-        assert best is not None, "links into GPUs prove a bound"
-        return best
-
-    def _plan(self, root: int | None, solution: Solution[Column], lengths: Sequence[int]) -> PlanByKind:
-        return PlanByKind.build(
-            self.sample.cluster,
-            self.collective,
-            root=root,
-            channels=self.fabric.channels,
-            templates=self.templates(solution),
-            lengths=self.class_lengths(lengths),
-        )
+    def _proof(self, root: int | None, solved: Sequence[Solution[Column]], aim: Proof | None) -> Proof:
+        """Return the lowest bound of the dual lengths of some solutions, and of ``aim``."""
+        found = self.lowest(root, (one.duals for one in solved))
+        proofs = [one for one in (found, aim) if one is not None]
+        assert proofs, "links into GPUs prove a bound"
+        return min(proofs, key=lambda one: one.bound)
