@@ -347,6 +347,7 @@ class BucketMemory:
         if factor != 1:
             for line in self.averages:
                 line *= factor
+            self._library.follow_caller(*self.averages)
 
     def forget(self) -> None:
         """Release the caller's arrays."""
@@ -395,19 +396,21 @@ class BucketExchange:
         if self.presence is not None:
             self.presence.ask(self._recorder.step)
             factor = self.presence.factor
-        for memory, handle in zip(self._memory, self._handles, strict=True):
-            with self._about(memory.bucket), self._recorder.waiting():
-                handle.wait()
-            self._recorder.gave(_bucket_key(memory.bucket), handle.among, repeated=handle.repeated)
-            memory.multiply(factor)
-            for index in memory.bucket.members:
+        # The caller's stream waits for the copies too.
+        with self._comm.arrays.ordered():
+            for memory, handle in zip(self._memory, self._handles, strict=True):
+                with self._about(memory.bucket), self._recorder.waiting():
+                    handle.wait()
+                self._recorder.gave(_bucket_key(memory.bucket), handle.among, repeated=handle.repeated)
+                memory.multiply(factor)
+                for index in memory.bucket.members:
+                    for place, mine in enumerate(averages):
+                        mine[index] = memory.take(index, place, None if outs is None else outs[place][index])
+                memory.forget()
+            for index, arrays in self._empty.items():
                 for place, mine in enumerate(averages):
-                    mine[index] = memory.take(index, place, None if outs is None else outs[place][index])
-            memory.forget()
-        for index, arrays in self._empty.items():
-            for place, mine in enumerate(averages):
-                fresh = self._comm.arrays.empty(self._shapes[index], arrays[place])
-                mine[index] = fresh if outs is None else outs[place][index]
+                    fresh = self._comm.arrays.empty(self._shapes[index], arrays[place])
+                    mine[index] = fresh if outs is None else outs[place][index]
         self._averager.end_step()
         self._begin()
         return averages

@@ -315,5 +315,7 @@ class Proximal:
 
     def _copy(self, array: Any) -> Any:
         made = self._library.empty(self._library.shape(array), array)
-        self._library.copy(made, array)
+        self._library.follow_caller(array)
+        with self._library.ordered():
+            self._library.copy(made, array)
         return made

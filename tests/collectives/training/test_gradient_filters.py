@@ -26,7 +26,8 @@ def averages(steps: list[list[Array]], plan: Any = PLAN, **options: Any) -> tupl
     zeros = [[np.zeros_like(one)] for one in steps[0]]
     with GradientSynchronizer(zeros, plan, backend="loopback", **options) as synchronizer:
         got = [[one[0] for one in synchronizer.step([[one] for one in step])] for step in steps]
-        return got, synchronizer.recorder.exchanges()
+    # An exchange is recorded after its handle is done.
+    return got, synchronizer.recorder.exchanges()
 
 
 def drawn(steps: int, elements: int, dtype: Any = np.float32, seed: int = 11) -> list[list[Array]]:
