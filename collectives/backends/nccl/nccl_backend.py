@@ -711,7 +711,7 @@ class NcclBackend(OneRank):
                     raise error
                 failure = BackendError(f"{error}; {CALLED_ON}", rank=self.rank, peer=error.peer)
                 self._world.tell(failure)
-                raise self._world.trouble() or failure  # the first report, the same on all ranks
+                raise self._first_report(failure)
         self._check_engine(engine)
 
     def _refusal(self, engine: WindowEngine) -> tuple[QueuedCall, RefusedError]:
@@ -739,10 +739,14 @@ class NcclBackend(OneRank):
         if engine.late:
             what = f"the kernel waited {2 * self._timeout:g} s for rank {peer}"
             raise BackendError(what, rank=self.rank, peer=peer, step=row)
+        raise self._first_report(BackendError(f"rank {peer} gave up", rank=self.rank, peer=peer))
+
+    def _first_report(self, failure: BackendError) -> BackendError:
+        """Return the failure that was reported first, the same on all ranks; this one if no report arrives in time."""
         end = time.monotonic() + NOTICE_SECONDS
         while self._world.trouble() is None and time.monotonic() < end:
-            time.sleep(1e-3)  # its report is on the way
-        raise self._world.trouble() or BackendError(f"rank {peer} gave up", rank=self.rank, peer=peer)
+            time.sleep(1e-3)  # it is on the way
+        return self._world.trouble() or failure
 
     def _move(self, messages: Sequence[tuple[bool, int, int, int]], stream: Any) -> None:
         """Queue messages behind a kernel (`window_engine.Move`)."""
