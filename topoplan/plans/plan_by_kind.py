@@ -157,13 +157,16 @@ class PlanByKind:
         return max(stage.height for template in self.templates for stage in template.stages)
 
     def exact_rate(self) -> Fraction:
-        """Return the rate in GB/s at which the first class of links is full."""
+        """Return the rate in GB/s at which the first class of links is full; PlanError if no template crosses one."""
         classes, counts = self.sample.link_classes(self.fabric.links)
         totals: dict[int, Fraction] = {}
         for row, load in self._loads(classes):
             totals[row] = totals.get(row, Fraction(0)) + load
         capacity = dict(zip(classes, self.fabric.capacity, strict=True))
-        return min(capacity[row] * counts[row] / total for row, total in totals.items() if total)
+        rates = [capacity[row] * counts[row] / total for row, total in totals.items() if total]
+        if not rates:
+            raise PlanError("no template crosses a link")
+        return min(rates)
 
     def _loads(self, classes: Sequence[int]) -> Iterator[tuple[int, Fraction]]:
         """Yield loads of links by their classes, all links of a class together: bytes for each byte of the buffer."""

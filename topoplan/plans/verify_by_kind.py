@@ -80,6 +80,8 @@ def verify_by_kind(plan: PlanByKind) -> Verification:
     capacity = dict(zip(classes, plan.fabric.capacity, strict=True))
     crossed = [load + Fraction(times, unit) for load, times in zip(crossed, crossings, strict=True)]
     rates = {row: capacity[row] * counts[row] / times for row, times in enumerate(crossed) if times}
+    if not rates:
+        raise PlanError("no template crosses a link")
     rate, bound = min(rates.values()), plan.exact_bound()
     check_claim("rate", plan.rate, rate)
     check_claim("bound", plan.bound, bound)
