@@ -33,10 +33,11 @@ from topoplan.cli.output import (
     table,
     tree_noun,
 )
-from topoplan.cli.sources import read_demand, read_machine, read_trees
+from topoplan.cli.sources import read_demand, read_machine, read_topology, read_trees
 from topoplan.errors import UsageError, kind_of
-from topoplan.machine.cluster_by_kind import MOST_LISTED
+from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
 from topoplan.machine.fabric import ALL, Fabric, channel_words
+from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.file_values import finite
@@ -197,30 +198,43 @@ def run(options: argparse.Namespace) -> Answer:
     return runs.get(mode, _run_plan)(options)
 
 
-def _run_survival(options: argparse.Namespace) -> Answer:
-    """Plan for all single failures; those of a large cluster by its kinds of servers."""
+def _described(options: argparse.Namespace) -> tuple[Topology | None, ClusterByKind | None]:
+    """Return the machine of TOPO, if it has been read, and the cluster that is planned by kind, if any."""
+    of_machine = (
+        options.servers is not None or options.domain is not None or isinstance(options.topo, Topology)
+    )
+    if not of_machine and options.topo in library():
+        if options.list is not None:
+            raise UsageError("--list names a server of a large cluster; add --servers, or leave --list out")
+        return None, None
+    # The modules of clusters by kind are imported only if there may be one.
     from topoplan.cli import plan_cluster
 
+    topology = read_topology(options) if of_machine else None
+    return topology, plan_cluster.requested_cluster(options, topology)
+
+
+def _run_survival(options: argparse.Namespace) -> Answer:
+    """Plan for all single failures; those of a large cluster by its kinds of servers."""
     plan_sets.check_survival(options)
-    cluster = plan_cluster.requested_cluster(options)
+    topology, cluster = _described(options)
     if cluster is None:
-        return plan_sets.run_survival(options)
+        return plan_sets.run_survival(options, topology)
+    from topoplan.cli import plan_cluster
+
     return plan_cluster.run_survival(options, cluster)
 
 
 def _run_plan(options: argparse.Namespace) -> Answer:
     """Make one plan: of packed trees, of a schedule, or sparse; of a large cluster by its kinds of servers."""
-    if options.servers is not None or options.topo not in library():
-        # The modules of clusters by kind are imported only if there may be one.
+    topology, cluster = _described(options)
+    if cluster is not None:
         from topoplan.cli import plan_cluster
 
-        cluster = plan_cluster.requested_cluster(options)
-        answer = None if cluster is None else plan_cluster.run(options, cluster)
+        answer = plan_cluster.run(options, cluster)
         if answer is not None:
             return answer
-    elif options.list is not None:
-        raise UsageError("--list names a server of a large cluster; add --servers, or leave --list out")
-    machine = read_machine(options)
+    machine = read_machine(options, topology)
     warnings = machine.warnings(machine.allocation(options.gpus))
     with progress_line("planning") as progress:
         made = _plan(options, machine, progress)

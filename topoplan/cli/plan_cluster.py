@@ -19,7 +19,7 @@ from topoplan.cli.output import (
     table,
 )
 from topoplan.cli.plan_sets import FAILURE_NOUN
-from topoplan.cli.sources import DESCRIPTION_OPTIONS, read_topology
+from topoplan.cli.sources import DESCRIPTION_OPTIONS
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
 from topoplan.machine.fabric import channel_words
@@ -60,17 +60,18 @@ _LISTED_ONLY = (
 _CHANNELS = ("auto", "nvlink+network", "pcie+network")
 
 
-def requested_cluster(options: argparse.Namespace) -> ClusterByKind | None:
+def requested_cluster(options: argparse.Namespace, topology: Topology | None) -> ClusterByKind | None:
     """Return the cluster that is planned by kind; None if the options ask for a listed plan.
 
-    UsageError if ``--list`` names a server of a cluster that is not planned by kind.
+    ``topology`` is that of TOPO; None if it has not been read, and a cluster file may describe the cluster. UsageError
+    if ``--list`` names a server of a cluster that is not planned by kind.
     """
     cluster = None
     listed = options.listed or options.bound_only or options.method != "exact" or options.schedule != "trees"
     listed = listed or any(getattr(options, name) not in (None, False) for name in _LISTED_ONLY)
     listed = listed or options.channels not in _CHANNELS
     if not listed:
-        cluster = _described(options)
+        cluster = _from_file(options) if topology is None else requested_by_kind(options, topology)
         if cluster is not None and (cluster.size <= MOST_LISTED or cluster.servers < 2):
             cluster = None
         if cluster is not None:
@@ -83,15 +84,11 @@ def requested_cluster(options: argparse.Namespace) -> ClusterByKind | None:
     return cluster
 
 
-def _described(options: argparse.Namespace) -> ClusterByKind | None:
-    if isinstance(options.topo, Topology):
-        return requested_by_kind(options, options.topo)
-    if options.servers is None and options.domain is None:
-        given = (*DESCRIPTION_OPTIONS, *NETWORK_OPTIONS, "overlay")
-        if any(getattr(options, name) is not None for name in given):
-            return None
-        return load_cluster_by_kind(options.topo)
-    return requested_by_kind(options, read_topology(options))
+def _from_file(options: argparse.Namespace) -> ClusterByKind | None:
+    given = (*DESCRIPTION_OPTIONS, *NETWORK_OPTIONS, "overlay")
+    if any(getattr(options, name) is not None for name in given):
+        return None
+    return load_cluster_by_kind(options.topo)
 
 
 def run(options: argparse.Namespace, cluster: ClusterByKind) -> Answer | None:

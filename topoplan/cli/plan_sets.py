@@ -31,6 +31,7 @@ from topoplan.cli.output import (
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words
+from topoplan.machine.topology import Topology
 from topoplan.plans.file_values import finite
 from topoplan.plans.mesh_plans import MeshGroup, MeshPlans
 from topoplan.plans.plan import Plan, collective_name
@@ -185,11 +186,11 @@ def check_survival(options: argparse.Namespace) -> None:
         )
 
 
-def run_survival(options: argparse.Namespace) -> Answer:
-    """Plan for all single failures."""
+def run_survival(options: argparse.Namespace, topology: Topology | None) -> Answer:
+    """Plan for all single failures; ``topology`` as for `read_machine`."""
     from topoplan.solve.failure_planner import plan_survival
 
-    machine = read_machine(options)
+    machine = read_machine(options, topology)
     gpus = machine.allocation(options.gpus)
     with progress_line("planning") as progress:
         book = plan_survival(

@@ -57,9 +57,12 @@ MACHINE_OPTIONS = (
 _REMEDY = "give a plan file, made by topoplan plan TOPO -o F.json"
 
 
-def read_machine(options: argparse.Namespace) -> RequestedMachine:
-    """Return the machine of TOPO with the options of clusters and faults; errors as `topoplan.load`."""
-    return apply_machine_options(options, read_topology(options))
+def read_machine(options: argparse.Namespace, topology: Topology | None = None) -> RequestedMachine:
+    """Return the machine of TOPO with the options of clusters and faults; errors as `topoplan.load`.
+
+    ``topology`` is that of TOPO if it has been read: stdin and pipes are read once.
+    """
+    return apply_machine_options(options, read_topology(options) if topology is None else topology)
 
 
 def apply_machine_options(options: argparse.Namespace, topology: Topology) -> RequestedMachine:

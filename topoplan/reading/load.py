@@ -383,10 +383,11 @@ def load_cluster_by_kind(source: str | os.PathLike[str]) -> ClusterByKind | None
 
     if source == "-" or (isinstance(source, str) and source in library()):
         return None
-    if not os.path.exists(source) and not str(source).lstrip().startswith("{"):
+    # A pipe is read once, by `load`.
+    if not os.path.isfile(source) and not str(source).lstrip().startswith("{"):
         return None
     text, where, _, folder = _find(source)
-    if form_of(text) != "json":
+    if form_of(text) != "json" or '"topoplan.cluster/' not in text:
         return None
     try:
         value = decode_json(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,17 @@ def test_options_of_listed_plans_list_the_cluster(done: Done, tmp_path: Path) ->
     place = tmp_path / "small.json"
     done(f"{small} -o {place}")
     assert "all_reduce on 66 x v100x4, 264 GPUs" in done(f"simulate {place}")
+
+
+def test_stdin_and_pipes_are_read_once(run: Run, done: Done) -> None:
+    machine = done("show v100x4 --json")
+    for words in ("--servers 2", "--servers 2 --survive 1", "--servers 66"):
+        status, out, err = run(f"plan - {words} --nic-bandwidth 100Gb/s", stdin=machine)
+        assert (status, out[:13]) == (0, "all_reduce on"), err
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as pipe:
+        pipe.write(machine)
+    try:
+        assert done(f"plan /dev/fd/{reading}").startswith("all_reduce on v100x4, 4 GPUs")
+    finally:
+        os.close(reading)
