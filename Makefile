@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 # Collection compiles what the tests import, once instead of in each of their processes.
 COLLECT := $(BIN)/python -m pytest -qq --collect-only > /dev/null
-# The tests start many processes, which must not compile all modules anew.
+# Compile modules once: the tests start many processes.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo train test test-all test-long test-random test-gpu lint docs bench wheel clean

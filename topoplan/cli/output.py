@@ -587,10 +587,17 @@ def machine_words(plan: Plans) -> str:
 
 def collective_words(plan: Plans) -> str:
     """Return the collective of a plan with its root, as PyTorch spells it."""
-    name = collective_name(plan.collective)
-    if plan.root is None:
-        return name
-    return f"{name} {'to' if plan.collective == 'reduce' else 'from'} {plan.ranks[plan.root]}"
+    return rooted_words(plan.collective, None if plan.root is None else plan.ranks[plan.root])
+
+
+def rooted_words(collective: str, root: str | None) -> str:
+    """Return a collective as PyTorch spells it, with the GPU that is its root, if it has one.
+
+    >>> rooted_words("allreduce", None), rooted_words("reduce", "gpu1")
+    ('all_reduce', 'reduce to gpu1')
+    """
+    name = collective_name(collective)
+    return name if root is None else f"{name} {'to' if collective == 'reduce' else 'from'} {root}"
 
 
 def tree_noun(plan: Plan) -> str:

@@ -16,6 +16,7 @@ from topoplan.cli.output import (
     progress_line,
     rank_names,
     rate_verdict,
+    rooted_words,
     table,
 )
 from topoplan.cli.plan_sets import FAILURE_NOUN
@@ -27,7 +28,7 @@ from topoplan.machine.hardware import with_capable
 from topoplan.machine.topology import Topology
 from topoplan.plans.kind_exchange import KindPath
 from topoplan.plans.kind_templates import KindTemplate
-from topoplan.plans.plan import ALL_TO_ALL, collective_name
+from topoplan.plans.plan import ALL_TO_ALL
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import bracket_notation
 from topoplan.reading.load import load_cluster_by_kind
@@ -41,19 +42,8 @@ MOST_LISTED_INSTEAD = 1024
 """GPUs up to which a cluster without a plan by kind is listed without being asked: some minutes."""
 
 _LISTED_ONLY = (
-    *(
-        "gpus",
-        "in_network",
-        "explain",
-        "plot",
-        "height",
-        "epsilon",
-        "threshold",
-        "time_limit",
-        "tolerance",
-        "order",
-    ),
-    *("demand", "size", "density", "schedule_file", "sizes", "mesh", "flow_gbps"),
+    *("gpus", "in_network", "explain", "plot", "height", "epsilon", "threshold", "time_limit", "tolerance"),
+    *("order", "demand", "size", "density", "schedule_file", "sizes", "mesh", "flow_gbps"),
 )
 """Options of listed plans, if they are given."""
 
@@ -204,11 +194,8 @@ def _shape(plan: PlanByKind, template: KindTemplate | KindPath) -> tuple[object,
 
 def operation_words(plan: PlanByKind) -> str:
     """Return the collective of a plan with its root."""
-    name = collective_name(plan.collective)
     root = plan.sample_root
-    if root is None:
-        return name
-    return f"{name} {'to' if plan.collective == 'reduce' else 'from'} {plan.fabric.ranks[root]}"
+    return rooted_words(plan.collective, None if root is None else plan.fabric.ranks[root])
 
 
 def template_rows(plan: PlanByKind) -> list[dict[str, object]]:
@@ -363,8 +350,7 @@ class ServerPart:
         """Return for each GPU and channel the bytes sent and received for each byte of the buffer, and the peers."""
         plan, sample = self.plan, self.plan.sample
         ranks = plan.fabric.ranks
-        home = {f"s{number}": place for place, number in enumerate(sample.numbers)}
-        server = [home[name.split(".")[0]] for name in ranks]
+        server = sample.servers_of(ranks)
         gpu = [name.split(".", 1)[1] for name in ranks]
         moved: dict[tuple[str, str], list[Fraction]] = {}
         peers: dict[tuple[str, str], dict[str, None]] = {}

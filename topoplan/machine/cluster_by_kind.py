@@ -372,6 +372,15 @@ class ClusterSample:
         """Return the server of a device, by its place among those of the sample."""
         return self._server_at[device.split(".")[0]]
 
+    def servers_of(self, ranks: Sequence[str]) -> list[int]:
+        """Return the server of each of some ranks, by its place among those of the sample."""
+        return [self.server_of(name) for name in ranks]
+
+    def leaf_of(self, server: int) -> tuple[int, int]:
+        """Return the class of the leaf of a server of the sample, and the leaf's number in it."""
+        place = self.places[server]
+        return self.cluster.cells[place.cell].leaf_class, place.leaf
+
     @cached_property
     def class_of(self) -> dict[str, tuple[object, ...]]:
         """Equivalence class of every device of the topology."""

@@ -26,7 +26,7 @@ from math import prod
 
 from topoplan.machine.cluster_by_kind import ClusterSample, ServerPlace
 from topoplan.machine.fabric import Fabric
-from topoplan.plans.kind_templates import leaf_of, local_numbers, rank_servers, renamed
+from topoplan.plans.kind_templates import local_numbers, renamed
 from topoplan.plans.loads import edge_links
 from topoplan.plans.shards import Edge, Shard, Stage, path_ends
 
@@ -57,7 +57,7 @@ class PathImages:
 
     @cached_property
     def _home(self) -> list[int]:
-        return rank_servers(self.sample, self.fabric)
+        return self.sample.servers_of(self.fabric.ranks)
 
     @cached_property
     def _local(self) -> list[int]:
@@ -161,7 +161,7 @@ class PathImages:
         leaves: dict[str, str] = {}
         if cluster.network.kind == "fat-tree":
             for server, place in found.items():
-                leaf_class, leaf = leaf_of(sample, server)
+                leaf_class, leaf = sample.leaf_of(server)
                 own, image = (cluster.leaf_number(leaf_class, one) for one in (leaf, place.leaf))
                 leaves[f"leaf{own}"] = f"leaf{image}"
 

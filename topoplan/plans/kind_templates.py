@@ -56,11 +56,6 @@ class KindTemplate:
         """The servers with a role of their own: root, centre if it is another server, entries."""
         return tuple(dict.fromkeys((self.root, self.centre, *self.entries)))
 
-    @property
-    def depth(self) -> int:
-        """Tree edges in sequence."""
-        return sum(stage.height for stage in self.stages)
-
 
 def represented(sample: ClusterSample, template: KindTemplate) -> dict[int, int]:
     """Return how many servers each server of the sample stands for in the trees of a template.
@@ -68,10 +63,10 @@ def represented(sample: ClusterSample, template: KindTemplate) -> dict[int, int]
     Servers of the sample that the trees need not reach are left out.
     """
     cells, places = sample.cluster.cells, sample.places
-    held = {leaf_of(sample, server) for server in (template.root, template.centre)}
+    held = {sample.leaf_of(server) for server in (template.root, template.centre)}
     found: dict[int, int] = {}
     for server in template.marked:
-        leaf_class, _ = leaf = leaf_of(sample, server)
+        leaf_class, _ = leaf = sample.leaf_of(server)
         others = sum(one == leaf_class for one, _ in held)
         found[server] = 1 if leaf in held else cells[places[server].cell].leaves - others
     for number, cell in enumerate(cells):
@@ -87,12 +82,6 @@ def represented(sample: ClusterSample, template: KindTemplate) -> dict[int, int]
             if rest and cell.count > marked:
                 found[rest[0]] = leaves * (cell.count - marked)
     return found
-
-
-def leaf_of(sample: ClusterSample, server: int) -> tuple[int, int]:
-    """Return the class of the leaf of a server of the sample, and the leaf's number in it."""
-    place = sample.places[server]
-    return sample.cluster.cells[place.cell].leaf_class, place.leaf
 
 
 def needed_shifts(sample: ClusterSample, root: int, centre: int, entries: Sequence[int]) -> int:
@@ -130,7 +119,7 @@ class ClassCrossings:
 
     @cached_property
     def _home(self) -> list[int]:
-        return rank_servers(self.sample, self.fabric)
+        return self.sample.servers_of(self.fabric.ranks)
 
     def of(self, template: KindTemplate) -> dict[int, int]:
         """Return how often one byte of a template crosses each class, all links of the class together."""
@@ -161,11 +150,6 @@ def share_units(templates: Sequence[HasShare]) -> tuple[int, list[int]]:
     """Return a common denominator of the templates' shares, and their numerators over it."""
     unit = lcm(*(template.share.denominator for template in templates))
     return unit, [int(template.share * unit) for template in templates]
-
-
-def rank_servers(sample: ClusterSample, fabric: Fabric) -> list[int]:
-    """Return the server of the sample of every rank."""
-    return [sample.server_of(name) for name in fabric.ranks]
 
 
 @dataclass(frozen=True)
@@ -199,14 +183,14 @@ class TemplateImages:
                 if (own.leaf_class, at) not in held
             ]
         taken = {place for marked in role.values() for place in marked}
-        slots = {leaf_of(sample, template.root): (cells[root.cell].leaf_class, root.leaf)}
-        slots[leaf_of(sample, template.centre)] = (cells[centre.cell].leaf_class, centre.leaf)
+        slots = {sample.leaf_of(template.root): (cells[root.cell].leaf_class, root.leaf)}
+        slots[sample.leaf_of(template.centre)] = (cells[centre.cell].leaf_class, centre.leaf)
         for server, count in represented(sample, template).items():
             if server in role:
                 continue
             cell = places[server].cell
             own = cells[cell]
-            at_slot = slots.get(leaf_of(sample, server))
+            at_slot = slots.get(sample.leaf_of(server))
             leaves = (
                 [at for at in range(own.leaves) if (own.leaf_class, at) not in held]
                 if at_slot is None
@@ -261,7 +245,7 @@ class TemplateImages:
 
     @cached_property
     def _home(self) -> list[int]:
-        return rank_servers(self.sample, self.fabric)
+        return self.sample.servers_of(self.fabric.ranks)
 
     def shard(self, number: int) -> Shard:
         """Return one image as a shard of the whole cluster, with its part of the share."""
@@ -269,7 +253,7 @@ class TemplateImages:
         sample, cluster = self.sample, self.sample.cluster
         home = self._home
         local = local_numbers(home)
-        leaf_of = {
+        leaves_at = {
             server: [(leaf_class, leaf) for _, leaf_class, leaf in listed]
             for server, listed in members.items()
         }
@@ -284,7 +268,7 @@ class TemplateImages:
                     elif len(members[parent]) == 1:
                         above = members[parent][0]
                     else:
-                        above = members[parent][leaf_of[parent].index((leaf_class, leaf))]
+                        above = members[parent][leaves_at[parent].index((leaf_class, leaf))]
                     names = {
                         f"s{sample.numbers[child]}": f"s{server}",
                         f"s{sample.numbers[parent]}": f"s{above[0]}",
@@ -310,7 +294,7 @@ class TemplateImages:
         if cluster.network.kind != "fat-tree":
             return {}
         return {
-            f"leaf{cluster.leaf_number(*leaf_of(sample, server))}": f"leaf{cluster.leaf_number(*leaf)}"
+            f"leaf{cluster.leaf_number(*sample.leaf_of(server))}": f"leaf{cluster.leaf_number(*leaf)}"
             for server, leaf in ((parent, above), (child, below))
         }
 

@@ -682,9 +682,9 @@ class PlanCollection(Plans):
         return tuple(dict.fromkeys(note for plan in self.plans for note in plan.notes))
 
 
-def check_shape(value: Mapping[str, object], plan: Plan) -> None:
-    """Raise PlanError if the ``trees`` or ``height`` that a plan file states differ from those of its shards."""
-    for key, found in (("trees", plan.num_trees), ("height", plan.height)):
+def check_shape(value: Mapping[str, object], trees: int, height: int) -> None:
+    """Raise PlanError if the ``trees`` or ``height`` that a plan file states differ from the recomputed ones."""
+    for key, found in (("trees", trees), ("height", height)):
         if key in value and (value[key] != found or isinstance(value[key], bool)):
             raise PlanError(f"claims {key} {format_value(value[key])}; recomputed it is {found}")
 

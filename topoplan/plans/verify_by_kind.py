@@ -45,7 +45,7 @@ def verify_by_kind(plan: PlanByKind) -> Verification:
         _check_blocks(plan)
     else:
         _check_shares(plan)
-    home = _server_of_rank(plan.sample, plan.fabric.ranks)
+    home = plan.sample.servers_of(plan.fabric.ranks)
     classes, counts = plan.sample.link_classes(plan.fabric.links)
     crossed, crossings = [Fraction(0)] * len(counts), [0] * len(counts)
     unit, shares = share_units(plan.templates)
@@ -140,7 +140,7 @@ def _check_header(plan: PlanByKind) -> None:
 
 def _check_shares(plan: PlanByKind) -> None:
     owned: dict[tuple[int, int], Fraction] = {}
-    home = _server_of_rank(plan.sample, plan.fabric.ranks)
+    home = plan.sample.servers_of(plan.fabric.ranks)
     for number, template in enumerate(plan.templates):
         if template.share <= 0:
             raise PlanError(f"template {number}: share {shown(template.share)} must be above zero")
@@ -177,8 +177,7 @@ def _commodity(plan: PlanByKind, home: Sequence[int], path: KindPath) -> _Commod
     source, destination = path.ends
     sample = plan.sample
     here, there = sample.places[home[source]], sample.places[home[destination]]
-    cells = sample.cluster.cells
-    leaf, other = ((cells[place.cell].leaf_class, place.leaf) for place in (here, there))
+    leaf, other = (sample.leaf_of(home[rank]) for rank in (source, destination))
     where = SERVER if here == there else LEAF if leaf == other else CLUSTER
     numbers = (rank - home.index(home[rank]) for rank in (source, destination))
     return here.cell, next(numbers), there.cell, next(numbers), where
@@ -199,7 +198,7 @@ def _pairs(plan: PlanByKind, commodity: _Commodity) -> int:
 def _check_blocks(plan: PlanByKind) -> None:
     """Check that the paths of every commodity carry the whole block."""
     carried: dict[_Commodity, Fraction] = {}
-    home = _server_of_rank(plan.sample, plan.fabric.ranks)
+    home = plan.sample.servers_of(plan.fabric.ranks)
     for number, template in enumerate(plan.templates):
         if template.share <= 0:
             raise PlanError(f"template {number}: share {shown(template.share)} must be above zero")
@@ -232,7 +231,7 @@ def _path_images(plan: PlanByKind, path: KindPath) -> int:
     sample = plan.sample
     servers = _servers_of(plan, path.stages[0].edges)
     cells, places = sample.cluster.cells, sample.places
-    leaves = {(cells[places[one].cell].leaf_class, places[one].leaf) for one in servers}
+    leaves = {sample.leaf_of(one) for one in servers}
     ways = 1
     for leaf_class, used in Counter(one for one, _ in leaves).items():
         ways *= perm(next(cell.leaves for cell in cells if cell.leaf_class == leaf_class), used)
@@ -250,22 +249,13 @@ def _servers_of(plan: PlanByKind, edges: Sequence[Edge]) -> set[int]:
 def _check_leaves(plan: PlanByKind, edge: Edge, servers: Iterable[int]) -> None:
     """Check that a route passes only leaves of some servers: images have other leaves with these servers."""
     sample = plan.sample
-    cells, places = sample.cluster.cells, sample.places
-    own = {
-        f"leaf{sample.cluster.leaf_number(cells[places[one].cell].leaf_class, places[one].leaf)}"
-        for one in servers
-    }
+    own = {f"leaf{sample.cluster.leaf_number(*sample.leaf_of(one))}" for one in servers}
     for device in edge.route:
         if device.startswith("leaf") and device not in own:
             raise PlanError(
                 f"the route {'-'.join(edge.route)} passes {device}, on which none of its servers is",
                 rank=edge.child,
             )
-
-
-def _server_of_rank(sample: ClusterSample, ranks: Sequence[str]) -> list[int]:
-    number = {f"s{server}": place for place, server in enumerate(sample.numbers)}
-    return [number[name.split(".")[0]] for name in ranks]
 
 
 @dataclass(frozen=True)
@@ -283,7 +273,7 @@ class _Groups:
     def __init__(self, sample: ClusterSample, template: KindTemplate) -> None:
         self.sample, self.template = sample, template
         cells, places = sample.cluster.cells, sample.places
-        self.leaf: list[Leaf] = [(cells[place.cell].leaf_class, place.leaf) for place in places]
+        self.leaf: list[Leaf] = [sample.leaf_of(server) for server in range(len(places))]
         self.held = {self.leaf[template.root], self.leaf[template.centre]}
         # Sizes by counts of the cluster, not of the sample.
         free = {
@@ -361,7 +351,7 @@ class _Groups:
 def _check_stage(plan: PlanByKind, groups: _Groups, stage: Stage) -> dict[int, _Group]:
     """Return the group of every reached rank; PlanError unless the tree reaches every rank of every group once."""
     sample, template = plan.sample, groups.template
-    home = _server_of_rank(sample, plan.fabric.ranks)
+    home = sample.servers_of(plan.fabric.ranks)
     if home[stage.root] != template.root:
         raise PlanError(f"the root of the {stage.op} tree is not on the template's root server")
     stage.check_ranks(plan.fabric.size)

@@ -147,7 +147,7 @@ def test_paths_pass_a_third_server_if_no_rail_joins_the_ends() -> None:
     plan = of_third_server()
     passed = [one for one in paths(plan) if one.count > one.pairs]
     assert passed
-    # Of the third server's kind there are three, and each relays the same part of the block of a pair.
+    # The third server's kind has three servers, and each relays the same part of the block of a pair.
     assert all(one.count == 3 * one.pairs for one in passed)
     listed = plan.listed()
     assert topoplan.verify(listed).exact_rate == plan.exact_rate() == plan.exact_bound()

@@ -49,14 +49,12 @@ def sample_distances(sample: ClusterSample, fabric: Fabric, lengths: Sequence[in
     column = {vertex: place for place, vertex in enumerate(where)}
     reach = _all_distances(arcs, where)
     vertex = [column[part[rank]] for rank in range(fabric.size)]
-    numbers = {f"s{number}": place for place, number in enumerate(sample.numbers)}
-    server = [numbers[name.split(".")[0]] for name in fabric.ranks]
+    server = sample.servers_of(fabric.ranks)
     cells, places = sample.cluster.cells, sample.places
     leaves: dict[tuple[int, int], int] = {}
     leaf = []
     for one in server:
-        key = (cells[places[one].cell].leaf_class, places[one].leaf)
-        leaf.append(leaves.setdefault(key, len(leaves)))
+        leaf.append(leaves.setdefault(sample.leaf_of(one), len(leaves)))
     sampled: dict[int, int] = {}
     for place in places:
         sampled[place.cell] = sampled.get(place.cell, 0) + 1

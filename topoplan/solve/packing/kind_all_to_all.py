@@ -14,14 +14,13 @@ path gets longer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
 
-from topoplan.errors import InfeasibleError, UsageError
-from topoplan.machine.cluster_by_kind import ClusterByKind
+from topoplan.errors import InfeasibleError
 from topoplan.plans.certificates.kind_lengths import pair_counts
 from topoplan.plans.kind_exchange import KindPath
 from topoplan.solve.packing.all_to_all import Path, path_stage, shortest_path_tree
@@ -41,19 +40,6 @@ class _PathsColumn(KindColumn):
 
 class KindExchange(KindProgram[_PathsColumn]):
     """Column generation of the even all-to-all; the height is the number of edges on a path from rank to rank."""
-
-    def __init__(
-        self,
-        cluster: ClusterByKind,
-        collective: str,
-        *,
-        root: tuple[int, int] | None,
-        channels: str,
-        progress: Callable[[str], None] | None,
-    ) -> None:
-        if cluster.size < 2:
-            raise UsageError("an all-to-all by kind must have two GPUs or more, got 1; nothing moves there")
-        super().__init__(cluster, collective, root=root, channels=channels, progress=progress)
 
     @cached_property
     def _demand(self) -> dict[int, list[int]]:

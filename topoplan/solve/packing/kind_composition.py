@@ -12,16 +12,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind, ClusterSample, ServerPlace
-from topoplan.machine.fabric import Arc, Fabric
-from topoplan.machine.fabric_structure import (
-    FabricServers,
-)
+from topoplan.machine.fabric import Arc
+from topoplan.machine.fabric_structure import FabricServers
 from topoplan.plans.build import stage_order
 from topoplan.plans.kind_templates import (
     ClassCrossings,
@@ -86,22 +85,17 @@ class _Costs:
 class KindStars:
     """Searches for the cheapest tree between servers, from each rank of one server of each cell."""
 
-    def __init__(self, sample: ClusterSample, fabric: Fabric) -> None:
-        self.sample, self.fabric = sample, fabric
-        self.servers = FabricServers(fabric)
+    def __init__(self, sample: ClusterSample, servers: FabricServers) -> None:
+        self.sample = sample
         self.cells, self.places = sample.cluster.cells, sample.places
-        self.members = [each.tolist() for each in self.servers.members]
-        self.home: list[int] = self.servers.of_rank.tolist()
+        self.members = [each.tolist() for each in servers.members]
+        self.home: list[int] = servers.of_rank.tolist()
         self._at = {place: number for number, place in enumerate(self.places)}
         self._stands: dict[tuple[int, int, tuple[int, ...]], dict[int, int]] = {}
 
     def at(self, cell: int, leaf: int, position: int) -> int:
         """Return the server of the sample at a place."""
         return self._at[ServerPlace(cell, leaf, position)]
-
-    def roots(self) -> list[int]:
-        """The first server of every cell."""
-        return [self.at(cell, 0, 0) for cell in range(len(self.cells))]
 
     def stands(self, root: int, centre: int, entries: tuple[int, ...]) -> dict[int, int]:
         key = (root, centre, entries)
@@ -179,10 +173,10 @@ class KindStars:
         for server, count in flat.items():
             if server in (root, centre):
                 continue
-            leaf = self._leaf(server)
-            if leaf in (self._leaf(root), self._leaf(centre)):
+            leaf = self.sample.leaf_of(server)
+            if leaf in (self.sample.leaf_of(root), self.sample.leaf_of(centre)):
                 ways = [self.joined(costs, rank, server)]
-                if leaf == self._leaf(root) and centre != root:
+                if leaf == self.sample.leaf_of(root) and centre != root:
                     ways.append(self.joined(costs, gateway, server))
                 join += min(ways, key=lambda way: way.cost).times(count)
             else:
@@ -206,8 +200,8 @@ class KindStars:
     def _entered(self, costs: _Costs, rank: int, root: int, centre: int, entry: int) -> _Join:
         """Return the cheapest way to a leaf through one server, which sends to the others of the leaf."""
         counts = self.stands(root, centre, (entry,))
-        leaf = self._leaf(entry)
-        rest = [server for server in counts if server != entry and self._leaf(server) == leaf]
+        leaf = self.sample.leaf_of(entry)
+        rest = [server for server in counts if server != entry and self.sample.leaf_of(server) == leaf]
         ways = []
         for local in self.members[entry]:
             cost = int(costs.near[rank, local] + costs.inside[local])
@@ -216,10 +210,6 @@ class KindStars:
                 way += self.joined(costs, local, server).times(counts[server])
             ways.append(way)
         return min(ways, key=lambda way: way.cost)
-
-    def _leaf(self, server: int) -> tuple[int, int]:
-        place = self.places[server]
-        return self.cells[place.cell].leaf_class, place.leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,19 +222,16 @@ class _TemplateColumn(KindColumn):
 class KindPacking(KindProgram[_TemplateColumn]):
     """Column generation of trees; the height is that of trees inside servers."""
 
-    def __init__(
-        self,
-        cluster: ClusterByKind,
-        collective: str,
-        *,
-        root: tuple[int, int] | None,
-        channels: str,
-        progress: Callable[[str], None] | None,
-    ) -> None:
-        super().__init__(cluster, collective, root=root, channels=channels, progress=progress)
+    @cached_property
+    def stars(self) -> KindStars:
+        """The search for trees between servers; InfeasibleError if links inside a server do not connect its ranks."""
         self.servers.check()
-        self.stars = KindStars(self.sample, self.fabric)
-        self.crossings = ClassCrossings(self.sample, self.fabric, self.rows)
+        return KindStars(self.sample, self.servers)
+
+    @cached_property
+    def crossings(self) -> ClassCrossings:
+        """The count of crossings of the rows."""
+        return ClassCrossings(self.sample, self.fabric, self.rows)
 
     def templates(self, solution: Solution[_TemplateColumn]) -> tuple[KindTemplate, ...]:
         totals: dict[int, Fraction] = {}
@@ -412,6 +399,8 @@ def plan_by_kind(
     """
     started = time.perf_counter()
     collective = check_collective(collective)
+    if cluster.size < 2:
+        raise UsageError("a plan by kind must have two GPUs or more, got 1; nothing moves there")
     if root is not None and not 0 <= root < cluster.size:
         raise UsageError(f"root {root} must be a rank from 0 to {cluster.size - 1}; name another")
     root = root_rank(range(cluster.size), collective, root)
