@@ -24,6 +24,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd, lcm
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from topoplan.machine.cluster_by_kind import ClusterSample, ServerPlace
 from topoplan.machine.fabric import Fabric
@@ -66,10 +70,10 @@ def represented(sample: ClusterSample, template: KindTemplate) -> dict[int, int]
     Servers of the sample that the trees need not reach are left out.
     """
     cells, places = sample.cluster.cells, sample.places
-    held = {_leaf(sample, server) for server in (template.root, template.centre)}
+    held = {sample_leaf(sample, server) for server in (template.root, template.centre)}
     found: dict[int, int] = {}
     for server in template.marked:
-        leaf_class, _ = leaf = _leaf(sample, server)
+        leaf_class, _ = leaf = sample_leaf(sample, server)
         others = sum(one == leaf_class for one, _ in held)
         found[server] = 1 if leaf in held else cells[places[server].cell].leaves - others
     for number, cell in enumerate(cells):
@@ -87,7 +91,7 @@ def represented(sample: ClusterSample, template: KindTemplate) -> dict[int, int]
     return found
 
 
-def _leaf(sample: ClusterSample, server: int) -> tuple[int, int]:
+def sample_leaf(sample: ClusterSample, server: int) -> tuple[int, int]:
     place = sample.places[server]
     return sample.cluster.cells[place.cell].leaf_class, place.leaf
 
@@ -126,8 +130,7 @@ def class_crossings(
 ) -> list[int]:
     """Return how often one byte of a template crosses the links of each class, all links of the class together."""
     stands = represented(sample, template)
-    server_of = {name: number for number, name in enumerate(dict.fromkeys(_server_names(sample)))}
-    home = [server_of[name.split(".")[0]] for name in fabric.ranks]
+    home = servers_of_ranks(sample, fabric.ranks)
     crossings = [0] * rows
     for stage in template.stages:
         for child_server, edges in _by_child(stage, home).items():
@@ -144,8 +147,30 @@ def _by_child(stage: Stage, home: Sequence[int]) -> dict[int, tuple[Edge, ...]]:
     return {server: tuple(edges) for server, edges in found.items()}
 
 
-def _server_names(sample: ClusterSample) -> list[str]:
-    return [f"s{number}" for number in sample.numbers]
+def servers_of_ranks(sample: ClusterSample, ranks: Sequence[str]) -> list[int]:
+    """Return the server of the sample of each of its ranks."""
+    number = {f"s{server}": place for place, server in enumerate(sample.numbers)}
+    return [number[name.split(".")[0]] for name in ranks]
+
+
+Number = TypeVar("Number", int, NDArray[np.int64])
+
+
+def centre_of(
+    sample: ClusterSample, template: KindTemplate, leaf: Number, position: Number, number: Number
+) -> tuple[Number, Number]:
+    """Return leaf and position of the centre of images, from those of the root and their numbers."""
+    places, cells = sample.places, sample.cluster.cells
+    here, there = places[template.root], places[template.centre]
+    home, own = cells[here.cell], cells[there.cell]
+    if template.centre == template.root:
+        return leaf, position
+    if own.leaf_class != home.leaf_class:
+        return number % own.servers // own.count, number % own.servers % own.count
+    turn = number % (home.count * template.shifts) % own.count
+    if there.leaf == here.leaf:
+        return leaf, (position + 1) % own.count if there.cell == here.cell else turn
+    return (leaf + 1) % own.leaves, position if there.cell == here.cell else turn
 
 
 @dataclass(frozen=True)
@@ -165,7 +190,9 @@ class TemplateImages:
         leaf, position = divmod(index, home.count)
         turn = number % (home.count * template.shifts)
         root = ServerPlace(places[template.root].cell, leaf, position)
-        centre = self._centre(root, turn, number)
+        centre = ServerPlace(
+            places[template.centre].cell, *centre_of(sample, template, leaf, position, number)
+        )
         role: dict[int, list[ServerPlace]] = {template.root: [root]}
         if template.centre != template.root:
             role[template.centre] = [centre]
@@ -179,14 +206,14 @@ class TemplateImages:
                 if (own.leaf_class, at) not in held
             ]
         taken = {place for marked in role.values() for place in marked}
-        slots = {_leaf(sample, template.root): (cells[root.cell].leaf_class, root.leaf)}
-        slots[_leaf(sample, template.centre)] = (cells[centre.cell].leaf_class, centre.leaf)
+        slots = {sample_leaf(sample, template.root): (cells[root.cell].leaf_class, root.leaf)}
+        slots[sample_leaf(sample, template.centre)] = (cells[centre.cell].leaf_class, centre.leaf)
         for server, count in represented(sample, template).items():
             if server in role:
                 continue
             cell = places[server].cell
             own = cells[cell]
-            at_slot = slots.get(_leaf(sample, server))
+            at_slot = slots.get(sample_leaf(sample, server))
             leaves = (
                 [at for at in range(own.leaves) if (own.leaf_class, at) not in held]
                 if at_slot is None
@@ -199,21 +226,6 @@ class TemplateImages:
             server: [(cluster.server(place), cells[place.cell].leaf_class, place.leaf) for place in listed]
             for server, listed in role.items()
         }
-
-    def _centre(self, root: ServerPlace, turn: int, number: int) -> ServerPlace:
-        template, places, cells = self.template, self.sample.places, self.sample.cluster.cells
-        if template.centre == template.root:
-            return root
-        here, there = places[template.root], places[template.centre]
-        home, own = cells[here.cell], cells[there.cell]
-        if own.leaf_class != home.leaf_class:
-            at, place = divmod(number % own.servers, own.count)
-            return ServerPlace(there.cell, at, place)
-        if there.leaf == here.leaf:
-            place = (root.position + 1) % own.count if there.cell == here.cell else turn % own.count
-            return ServerPlace(there.cell, root.leaf, place)
-        place = root.position if there.cell == here.cell else turn % own.count
-        return ServerPlace(there.cell, (root.leaf + 1) % own.leaves, place)
 
     def __len__(self) -> int:
         return image_count(self.sample, self.template)
@@ -266,7 +278,7 @@ class TemplateImages:
         if cluster.network.kind != "fat-tree":
             return {}
         return {
-            f"leaf{cluster.leaf_number(*_leaf(sample, server))}": f"leaf{cluster.leaf_number(*leaf)}"
+            f"leaf{cluster.leaf_number(*sample_leaf(sample, server))}": f"leaf{cluster.leaf_number(*leaf)}"
             for server, leaf in ((parent, above), (child, below))
         }
 

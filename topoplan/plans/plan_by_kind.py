@@ -159,8 +159,8 @@ class PlanByKind:
         """Edges on the longest root-to-leaf path of any tree."""
         return max(stage.height for template in self.templates for stage in template.stages)
 
-    def exact_rate(self) -> Fraction:
-        """Return the rate in GB/s at which the first class of links is full."""
+    def link_loads(self) -> list[Fraction]:
+        """Return the bytes that cross each link of the sample, in the whole cluster, for each byte of the buffer."""
         classes, counts = self.sample.link_classes(self.fabric.links)
         totals = [Fraction(0)] * len(counts)
         for template in self.templates:
@@ -168,8 +168,13 @@ class PlanByKind:
             for row, times in enumerate(crossings):
                 if times:
                     totals[row] += template.share * times
-        capacity = dict(zip(classes, self.fabric.capacity, strict=True))
-        return min(capacity[row] * counts[row] / total for row, total in enumerate(totals) if total)
+        loads = [total / count for total, count in zip(totals, counts, strict=True)]
+        return [loads[row] for row in classes]
+
+    def exact_rate(self) -> Fraction:
+        """Return the rate in GB/s at which the first class of links is full."""
+        loads = zip(self.fabric.capacity, self.link_loads(), strict=True)
+        return min(capacity / load for capacity, load in loads if load)
 
     def exact_bound(self) -> Fraction:
         """Return the bound in GB/s that the lengths prove; PlanError if they prove nothing."""
@@ -323,7 +328,7 @@ class PlanByKind:
         known = (
             "format collective root cluster channels rate bound certificate method seconds trees height notes"
         )
-        derived = "gap busbw digest gpus server templates"
+        derived = "gap busbw digest gpus server templates times"
         check_known(value, f"{known} {derived}".split(), "the plan")
         cluster = cluster_from_object(value.get("cluster"))
         channels = read_texts(value.get("channels"), "channels")

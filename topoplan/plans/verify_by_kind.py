@@ -11,14 +11,13 @@ which is counted here by groups.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from topoplan.errors import PlanError
 from topoplan.machine.cluster_by_kind import ClusterSample
 from topoplan.plans.build import stage_order
-from topoplan.plans.kind_templates import KindTemplate
+from topoplan.plans.kind_templates import KindTemplate, servers_of_ranks
 from topoplan.plans.loads import edge_links
 from topoplan.plans.plan import COLLECTIVES, ROOTED
 from topoplan.plans.plan_by_kind import NOT_BY_KIND, PlanByKind
@@ -107,7 +106,7 @@ def _check_header(plan: PlanByKind) -> None:
 
 def _check_shares(plan: PlanByKind) -> None:
     owned: dict[tuple[int, int], Fraction] = {}
-    home = _server_of_rank(plan.sample, plan.fabric.ranks)
+    home = servers_of_ranks(plan.sample, plan.fabric.ranks)
     for number, template in enumerate(plan.templates):
         if template.share <= 0:
             raise PlanError(f"template {number}: share {shown(template.share)} must be above zero")
@@ -129,11 +128,6 @@ def _check_shares(plan: PlanByKind) -> None:
                 raise PlanError(
                     f"blocks of GPU {gpu} of cell {number} have a share of {shown(part)}, not {due}"
                 )
-
-
-def _server_of_rank(sample: ClusterSample, ranks: Sequence[str]) -> list[int]:
-    number = {f"s{server}": place for place, server in enumerate(sample.numbers)}
-    return [number[name.split(".")[0]] for name in ranks]
 
 
 @dataclass(frozen=True)
@@ -229,7 +223,7 @@ class _Groups:
 def _check_stage(plan: PlanByKind, groups: _Groups, stage: Stage) -> dict[int, _Group]:
     """Return the group of every reached rank; PlanError unless the tree reaches every rank of every group once."""
     sample, template = plan.sample, groups.template
-    home = _server_of_rank(sample, plan.fabric.ranks)
+    home = servers_of_ranks(sample, plan.fabric.ranks)
     if home[stage.root] != template.root:
         raise PlanError(f"the root of the {stage.op} tree is not on the template's root server")
     stage.check_ranks(plan.fabric.size)

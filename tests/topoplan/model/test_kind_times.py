@@ -1,0 +1,158 @@
+"""Times of plans of clusters by kind: those of the list, known answers, and slow kinds."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+import numpy as np
+import pytest
+
+import topoplan
+from tests.support.kind_clusters import random_plan
+from topoplan import PlanByKind, Server, UsageError, cluster_by_kind, plan_by_kind
+from topoplan.model.closed_form import Pipeline, clock, longest_chains, pipeline
+from topoplan.model.dataflow import LAUNCH, START_UP, dataflow
+from topoplan.model.kind_dataflow import SOURCES, KindClock
+
+SIZES = (1_000, 100_000, 10_000_000, 1_000_000_000, 10_000_000_000)
+
+ROLES = [
+    2,
+    10,
+    12,
+    16,
+    24,
+    27,
+    31,
+    34,
+    36,
+    38,
+    40,
+    41,
+    42,
+    44,
+    46,
+    47,
+    52,
+    60,
+    61,
+    62,
+    63,
+    64,
+    73,
+    74,
+    76,
+    77,
+]
+"""Seeds of clusters with centres beside the root, in other leaves and in other classes, with entries, and shifts."""
+
+
+def route_times(schedule: Pipeline, chunks: int) -> set[float]:
+    """Return the different times in which routes start their copies, for 100 MB."""
+    alone = schedule.alpha + schedule.pace * 1e8 / chunks
+    before, after = (longest_chains(alone, levels) for levels in (schedule.forward, schedule.backward))
+    starting = schedule.starters
+    hop, route = np.array(starting.hop), np.array(starting.route)
+    rest = alone - schedule.alpha + after
+    found = set()
+    for number, wires in enumerate(starting.wires):
+        here = route == number
+        copies = np.array(starting.copies)[here] * chunks * schedule.alpha[hop[here], 0]
+        time = before[hop[here], 0].min() + copies.sum() / wires + rest[hop[here], 0].min()
+        found.add(float(f"{time:.9e}"))
+    return found
+
+
+def agree(plan: PlanByKind) -> None:
+    listed, kind = clock(plan.listed()), KindClock(plan)
+    for size in SIZES:
+        one, two = kind.time(size), listed(size)
+        assert one.seconds == pytest.approx(two.seconds, rel=1e-13)
+        assert one.latency_seconds == pytest.approx(two.latency_seconds, rel=1e-13)
+        assert one.bandwidth_seconds == two.bandwidth_seconds
+        assert (one.ranks, set(one.chunks)) == (two.ranks, set(two.chunks))
+        loads = {link: two.link_bytes[link] for link in one.link_bytes}
+        assert one.link_bytes == pytest.approx(loads, rel=1e-13)
+
+
+@pytest.mark.parametrize("seed", [1, 3, 4, 80, *ROLES])
+def test_times_are_those_of_the_list(seed: int) -> None:
+    plan = random_plan(seed, most=36)
+    assert plan is not None
+    agree(plan)
+
+
+@pytest.mark.parametrize("seed", [12, 31, 38, 47, 61, 63, 76])
+def test_every_route_starts_as_many_copies_as_in_the_list(seed: int) -> None:
+    plan = random_plan(seed, most=36)
+    assert plan is not None
+    for chunks in (1, 3):
+        assert route_times(KindClock(plan).schedule, chunks) == route_times(
+            pipeline(dataflow(plan.listed())), chunks
+        )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(95, 230))
+def test_times_of_more_clusters_are_those_of_the_list(seed: int) -> None:
+    plan = random_plan(seed, most=48)
+    if plan is not None:
+        agree(plan)
+
+
+def two_kinds(fast: float, slow: float, **network: Any) -> topoplan.ClusterByKind:
+    servers = [
+        Server("v100x4", [0, 1], nic_gbps=fast, count=45),
+        Server("nvlink-x4", [0], nic_gbps=slow, count=38),
+    ]
+    return cluster_by_kind(servers, nics=1, **network)
+
+
+def test_times_of_cells_with_more_servers_than_are_counted_are_those_of_the_list() -> None:
+    many = two_kinds(100, 50)
+    assert min(cell.servers for cell in many.cells) > SOURCES
+    agree(plan_by_kind(many, "broadcast"))
+
+
+@pytest.mark.parametrize("servers", [33, 12_500])
+def test_one_star_queues_its_start_ups_inside_servers_and_sends_to_every_other_one(servers: int) -> None:
+    """Over 18 links of a pair go the copies of all servers; a NIC sends one message to each other server."""
+    many = cluster_by_kind([Server("dgx-h100", count=servers)], nic_gbps=400)
+    kind = KindClock(plan_by_kind(many, "all_gather"))
+    in_line = max(START_UP["network"] + START_UP["nvlink"], servers * START_UP["nvlink"] / 18)
+    assert kind.start_ups == pytest.approx(LAUNCH + in_line)
+    assert kind.nic_start_ups == (servers - 1, pytest.approx((servers - 1) * START_UP["network"]))
+    assert kind.time(10**12).seconds == pytest.approx(10**12 / kind.plan.rate / 1e9, rel=1e-3)
+
+
+def test_loads_are_those_of_the_rate() -> None:
+    plan = random_plan(61, most=36)
+    assert plan is not None
+    loads = zip(plan.fabric.capacity, plan.link_loads(), strict=True)
+    assert min(capacity / load for capacity, load in loads if load) == plan.exact_rate()
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
+@pytest.mark.parametrize(
+    "network", [{}, {"network": "fat-tree", "leaf_size": 16}], ids=["switch", "fat tree"]
+)
+def test_the_time_of_large_messages_follows_the_slow_kind(collective: str, network: dict[str, Any]) -> None:
+    def seconds(fast: float, slow: float) -> float:
+        return KindClock(plan_by_kind(two_kinds(fast, slow, **network), collective)).time(10**12).seconds
+
+    base = seconds(100, 25)
+    assert seconds(100, 12.5) == pytest.approx(2 * base, rel=1e-3)
+    assert seconds(200, 25) == pytest.approx(base, rel=1e-3)
+    assert seconds(100, 100) < base / 2
+
+
+def test_simulate_takes_a_plan_by_kind_for_one_size() -> None:
+    plan = plan_by_kind(cluster_by_kind([Server("v100x4", count=80)], nic_gbps=100), "all_reduce")
+    one = topoplan.simulate(plan, "1MB")
+    assert (one.seconds, one.ranks) == (KindClock(plan).time(1 << 20).seconds, 320)
+    shares = {template.share / len(plan.images(template)) for template in plan.templates}
+    cut = topoplan.simulate(plan, "1MB", chunk_bytes=512)
+    assert set(cut.chunks) == {ceil(share * (1 << 20) / 512) for share in shares}
+    with pytest.raises(UsageError, match="nbytes must be given for a plan by kind, got none; add a size"):
+        topoplan.simulate(plan)  # type: ignore[call-overload]
