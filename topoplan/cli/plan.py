@@ -190,25 +190,36 @@ def run(options: argparse.Namespace) -> Answer:
         arguments.refuse_beside(options, flag, {k: v for k, v in NOT_GIVEN.items() if k not in taken})
     runs: dict[str, Callable[[argparse.Namespace], Answer]] = {
         "bound_only": _run_bound,
-        "sizes": plan_sizes.run,
+        "sizes": _run_sizes,
         "mesh": plan_sets.run_mesh,
         "survive": plan_sets.run_survival,
     }
     return runs.get(mode, _run_plan)(options)
 
 
-def _run_plan(options: argparse.Namespace) -> Answer:
-    """Make one plan: of packed trees, of a schedule, or sparse; of a large cluster by its kinds of servers."""
+def _run_sizes(options: argparse.Namespace) -> Answer:
+    """Plan by size; of a large cluster print the times of its plan by kind."""
+    return _by_kind(options) or plan_sizes.run(options)
+
+
+def _by_kind(options: argparse.Namespace) -> Answer | None:
+    """Plan a large cluster by its kinds of servers; None for a machine or cluster that is listed."""
     if options.servers is not None or options.topo not in library():
         # The modules of clusters by kind are imported only if there may be one.
         from topoplan.cli import plan_cluster
 
         cluster = plan_cluster.requested_cluster(options)
-        answer = None if cluster is None else plan_cluster.run(options, cluster)
-        if answer is not None:
-            return answer
-    elif options.list is not None:
+        return None if cluster is None else plan_cluster.run(options, cluster)
+    if options.list is not None:
         raise UsageError("--list names a server of a large cluster; add --servers, or leave --list out")
+    return None
+
+
+def _run_plan(options: argparse.Namespace) -> Answer:
+    """Make one plan: of packed trees, of a schedule, or sparse; of a large cluster by its kinds of servers."""
+    by_kind = _by_kind(options)
+    if by_kind is not None:
+        return by_kind
     machine = read_machine(options)
     warnings = machine.warnings(machine.allocation(options.gpus))
     with progress_line("planning") as progress:

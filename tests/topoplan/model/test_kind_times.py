@@ -1,14 +1,17 @@
-"""Times of plans of clusters by kind: those of the list, known answers, and slow kinds."""
+"""Times of plans of clusters by kind: those of the list, known answers, slow kinds, and what the command prints."""
 
 from __future__ import annotations
 
+import json
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import topoplan
+from tests.conftest import Run
 from tests.support.kind_clusters import random_plan
 from topoplan import PlanByKind, Server, UsageError, cluster_by_kind, plan_by_kind
 from topoplan.model.closed_form import Pipeline, clock, longest_chains, pipeline
@@ -156,3 +159,38 @@ def test_simulate_takes_a_plan_by_kind_for_one_size() -> None:
     assert set(cut.chunks) == {ceil(share * (1 << 20) / 512) for share in shares}
     with pytest.raises(UsageError, match="nbytes must be given for a plan by kind, got none; add a size"):
         topoplan.simulate(plan)  # type: ignore[call-overload]
+
+
+BIG = ["plan", "dgx-h100", "--servers", "12500", "--nic-bandwidth", "400Gb/s", "--collective", "all_gather"]
+
+
+def test_sizes_of_a_cluster_by_kind_say_what_takes_longer(run: Run) -> None:
+    status, out, _ = run(*BIG, "--sizes", "1KB,1MB,1GB,10GB")
+    assert status == 0
+    assert "start-ups    6.12 ms; the bytes take longer from 2.189GB on" in out
+    assert (
+        "NIC          12,499 messages, at once if to different GPUs; in turn 450 ms, longer than the bytes"
+        in out
+    )
+    rows = [line.split() for line in out.splitlines() if line.split()[:1] in (["1KB"], ["1GB"], ["10GB"])]
+    assert [(row[0], row[-1]) for row in rows] == [
+        ("1KB", "start-ups"),
+        ("1GB", "start-ups"),
+        ("10GB", "bytes"),
+    ]
+    status, out, _ = run(*BIG, "--sizes", "0,10GB", "--csv")
+    assert out.splitlines()[0] == "size,seconds,algbw,busbw,bound_seconds,ratio,longer"
+    assert len(out.splitlines()) == 3
+
+
+def test_the_object_with_times_is_a_plan_file(run: Run, tmp_path: Path) -> None:
+    _, out, _ = run(*BIG, "--sizes", "1MB", "--json")
+    value = json.loads(out)
+    (point,) = value["times"]["points"]
+    assert value["times"]["nic_messages"] == 12_499
+    assert point["seconds"] > point["bound_seconds"]
+    target = tmp_path / "big.json"
+    target.write_text(out)
+    assert run("verify", str(target))[0] == 0
+    plan = topoplan.load_plan_by_kind(str(target))
+    assert KindClock(plan).time(1 << 20).seconds == pytest.approx(point["seconds"], rel=1e-5)
