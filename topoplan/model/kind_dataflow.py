@@ -186,7 +186,7 @@ class _Pairs:
         """Return the images of every parent with every child as (parents, children) int64."""
         if roles not in self._known:
             parents, children = (self.sample.places[each].cell for each in (roles.parent, roles.child))
-            images = _Images(self.sample, roles)
+            images = RoleImages(self.sample, roles)
             leaf, position = servers_of(self.sample, children)
             self._known[roles] = np.array(
                 [
@@ -209,7 +209,7 @@ def servers_of(sample: ClusterSample, cell: int) -> tuple[Indices, Indices]:
     return np.repeat(kept, positions), np.tile(np.arange(positions), len(kept))
 
 
-class _Images:
+class RoleImages:
     """The images of a template in which a server has the role of a hop's parent."""
 
     def __init__(self, sample: ClusterSample, roles: Roles) -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from itertools import product
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -14,9 +19,20 @@ import topoplan
 from tests.conftest import Run
 from tests.support.kind_clusters import random_plan
 from topoplan import PlanByKind, Server, UsageError, cluster_by_kind, plan_by_kind
+from topoplan.machine.cluster_by_kind import ClusterSample, ServerPlace
+from topoplan.machine.fabric import Fabric
 from topoplan.model.closed_form import Pipeline, clock, longest_chains, pipeline
 from topoplan.model.dataflow import LAUNCH, START_UP, dataflow
-from topoplan.model.kind_dataflow import SOURCES, KindClock
+from topoplan.model.kind_dataflow import SOURCES, KindClock, RoleImages, Roles, servers_of
+from topoplan.plans.kind_templates import (
+    SAMPLE,
+    KindTemplate,
+    TemplateImages,
+    entry_allowed,
+    needed_shifts,
+    represented,
+)
+from topoplan.solve.packing.kind_composition import KindStars
 
 SIZES = (1_000, 100_000, 10_000_000, 1_000_000_000, 10_000_000_000)
 
@@ -96,6 +112,86 @@ def test_every_route_starts_as_many_copies_as_in_the_list(seed: int) -> None:
         )
 
 
+def beside(sample: ClusterSample, first: int, second: int) -> bool:
+    """Whether two servers of the sample are in one leaf."""
+    cells, places = sample.cluster.cells, sample.places
+    one, other = ((cells[places[each].cell].leaf_class, places[each].leaf) for each in (first, second))
+    return one == other
+
+
+def templates_of(sample: ClusterSample, fabric: Fabric) -> Iterator[KindTemplate]:
+    """Yield a template for each relation of a centre to a root, without entries and with each single one."""
+    stars = KindStars(sample, fabric)
+    for root in stars.roots():
+        for centre in stars.centres(root):
+            flat = KindTemplate(Fraction(1), root, centre, (), 1, ())
+            others = [
+                one
+                for one in represented(sample, flat)
+                if not any(beside(sample, one, each) for each in flat.marked)
+            ]
+            for entries in ((), *((one,) for one in others)):
+                if all(entry_allowed(sample, root, centre, one) for one in entries):
+                    shifts = needed_shifts(sample, root, centre, entries)
+                    yield KindTemplate(Fraction(1), root, centre, entries, shifts, ())
+
+
+@pytest.mark.parametrize(("counts", "leaf_size"), [((7, 8), 3), ((6, 5, 3), 4)])
+def test_images_of_two_roles_are_those_of_the_rule(counts: tuple[int, ...], leaf_size: int) -> None:
+    machines = ("v100x4", "nvlink-x4", "dgx-1v")
+    servers = [Server(machine, [0], count=count) for machine, count in zip(machines, counts, strict=False)]
+    many = cluster_by_kind(servers, nic_gbps=100, network="fat-tree", leaf_size=leaf_size)
+    sample = many.sample(SAMPLE)
+    fabric = Fabric(sample.topology, ("nvlink", "network"))
+    tested = 0
+    for template in templates_of(sample, fabric):
+        rule = TemplateImages(sample, fabric, template)
+        images = [rule.servers(number) for number in range(len(rule))]
+        children = [one for one in represented(sample, template) if one != template.root]
+        for parent, child in product(template.marked, children):
+            entered = parent in template.entries
+            if parent == child or (entered and not beside(sample, parent, child)):
+                continue
+            found = Counter(
+                (one[0], other[0])
+                for each in images
+                for one, other in product(each[parent], each[child])
+                if not entered or one[1:] == other[1:]
+            )
+            marks = (template.root, template.centre, template.entries, template.shifts)
+            roles = RoleImages(sample, Roles(*marks, parent, child))
+            leaf, position = servers_of(sample, sample.places[child].cell)
+            for server in {one for one, _ in found}:
+                counted = roles.with_child(many.place(server), leaf, position)
+                others = [
+                    many.server(ServerPlace(sample.places[child].cell, *place))
+                    for place in zip(leaf.tolist(), position.tolist(), strict=True)
+                ]
+                assert dict(zip(others, counted.tolist(), strict=True)) == {
+                    other: found[server, other] for other in others
+                }
+            tested += 1
+    assert tested > 50
+
+
+@pytest.mark.parametrize(
+    ("options", "channels"),
+    [
+        ({"transport": "tcp", "memory_gbps": 20}, "auto"),
+        ({"transport": "rdma", "network": "fat-tree", "leaf_size": 3, "oversubscription": 3}, "auto"),
+        ({"flow_gbps": 5}, "auto"),
+        ({}, "pcie+network"),
+        ({}, "all+network"),
+    ],
+)
+def test_times_over_stated_latencies_and_pcie_are_those_of_the_list(
+    options: dict[str, Any], channels: str
+) -> None:
+    servers = [Server("dgx-1v", [0, 1, 2, 5], count=3), Server("v100x4", [0, 1], count=4)]
+    many = cluster_by_kind(servers, nic_gbps=100, **options)
+    agree(plan_by_kind(many, "all_reduce", channels=channels))
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(95, 230))
 def test_times_of_more_clusters_are_those_of_the_list(seed: int) -> None:
@@ -159,6 +255,13 @@ def test_simulate_takes_a_plan_by_kind_for_one_size() -> None:
     assert set(cut.chunks) == {ceil(share * (1 << 20) / 512) for share in shares}
     with pytest.raises(UsageError, match="nbytes must be given for a plan by kind, got none; add a size"):
         topoplan.simulate(plan)  # type: ignore[call-overload]
+
+
+def test_more_trees_than_can_be_counted_are_refused() -> None:
+    plan = plan_by_kind(two_kinds(100, 50), "broadcast")
+    many = tuple(replace(template, shifts=10**9) for template in plan.templates)
+    with pytest.raises(UsageError, match="must send in at most 10,000,000 trees to be timed"):
+        KindClock(replace(plan, templates=many)).time(1000)
 
 
 BIG = ["plan", "dgx-h100", "--servers", "12500", "--nic-bandwidth", "400Gb/s", "--collective", "all_gather"]
