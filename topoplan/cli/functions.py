@@ -22,9 +22,12 @@ from topoplan.machine.topology import TopologyLike, as_topology
 from topoplan.model.closed_form import Timeline
 from topoplan.model.closed_form import simulate as simulate_one
 from topoplan.plans.plan import Plans
+from topoplan.units import parse_size
 
 if TYPE_CHECKING:
     from fractions import Fraction
+
+    from topoplan.plans.plan_by_kind import PlanByKind
 
 
 _OPTION = re.compile(
@@ -265,11 +268,13 @@ def explain(
 
 
 @overload
-def simulate(plan: Plans, nbytes: int | str, *, chunk_bytes: int | str | None = None) -> Timeline: ...
+def simulate(
+    plan: Plans | PlanByKind, nbytes: int | str, *, chunk_bytes: int | str | None = None
+) -> Timeline: ...
 @overload
 def simulate(plan: Plans | TopologyLike, *, sizes: str | Sequence[int | str] | None = ...) -> Result: ...
 def simulate(
-    plan: Plans | TopologyLike,
+    plan: Plans | PlanByKind | TopologyLike,
     nbytes: int | str | None = None,
     *,
     chunk_bytes: int | str | None = None,
@@ -279,9 +284,9 @@ def simulate(
 
     Parameters
     ----------
-    plan : Plan or SizePlans
+    plan : Plan, SizePlans or PlanByKind
         Plans by size are simulated with the plan for each size. Without ``nbytes`` also a machine, whose all_reduce on
-        all GPUs is planned.
+        all GPUs is planned. A plan by kind needs ``nbytes``; its links are those of its sample.
     nbytes : int or str
         Bytes of the user's buffer, or a text such as "64MB"; for all_gather and reduce_scatter of the full gathered
         one.
@@ -319,9 +324,16 @@ def simulate(
     >>> [row["size"] for row in topoplan.simulate(plan, sizes=["1MB", "1GB"]).rows if row["schedule"] == "plan"]
     [1048576, 1073741824]
     """
+    from topoplan.plans.plan_by_kind import PlanByKind
+
     if nbytes is not None:
         if sizes is not None:
             raise UsageError("sizes does not go with nbytes; leave one of them out")
+        if isinstance(plan, PlanByKind):
+            from topoplan.model.kind_dataflow import KindClock
+
+            largest = None if chunk_bytes is None else parse_size(chunk_bytes)
+            return KindClock(plan).time(parse_size(nbytes), largest)
         if not isinstance(plan, Plans):
             raise UsageError(
                 "simulate(plan, nbytes) takes a plan, got a machine; make one with topoplan.plan"
@@ -329,6 +341,10 @@ def simulate(
         return simulate_one(plan, nbytes, chunk_bytes=chunk_bytes)
     if chunk_bytes is not None:
         raise UsageError("chunk_bytes goes with one size; add nbytes, or leave chunk_bytes out")
+    if isinstance(plan, PlanByKind):
+        raise UsageError(
+            "nbytes must be given for a plan by kind, got none; add a size, or simulate plan.listed()"
+        )
     source = plan if isinstance(plan, Plans) else as_topology(plan)
     answer = _answer("simulate", ["-"], {"topo": source}, sizes=sizes)
     return Result("simulate", answer, lambda: _dicts(answer.rows))

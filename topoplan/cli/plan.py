@@ -191,7 +191,7 @@ def run(options: argparse.Namespace) -> Answer:
         arguments.refuse_beside(options, flag, {k: v for k, v in NOT_GIVEN.items() if k not in taken})
     runs: dict[str, Callable[[argparse.Namespace], Answer]] = {
         "bound_only": _run_bound,
-        "sizes": plan_sizes.run,
+        "sizes": _run_sizes,
         "mesh": plan_sets.run_mesh,
         "survive": _run_survival,
     }
@@ -214,6 +214,22 @@ def _described(options: argparse.Namespace) -> tuple[Topology | None, ClusterByK
     return topology, plan_cluster.requested_cluster(options, topology)
 
 
+def _run_sizes(options: argparse.Namespace) -> Answer:
+    """Plan by size; of a large cluster print the times of its plan by kind."""
+    answer, topology = _by_kind(options)
+    return plan_sizes.run(options, topology) if answer is None else answer
+
+
+def _by_kind(options: argparse.Namespace) -> tuple[Answer | None, Topology | None]:
+    """Plan a large cluster by its kinds of servers; None for one that is listed, with the machine of TOPO if read."""
+    topology, cluster = _described(options)
+    if cluster is None:
+        return None, topology
+    from topoplan.cli import plan_cluster
+
+    return plan_cluster.run(options, cluster), topology
+
+
 def _run_survival(options: argparse.Namespace) -> Answer:
     """Plan for all single failures; those of a large cluster by its kinds of servers."""
     plan_sets.check_survival(options)
@@ -227,13 +243,9 @@ def _run_survival(options: argparse.Namespace) -> Answer:
 
 def _run_plan(options: argparse.Namespace) -> Answer:
     """Make one plan: of packed trees, of a schedule, or sparse; of a large cluster by its kinds of servers."""
-    topology, cluster = _described(options)
-    if cluster is not None:
-        from topoplan.cli import plan_cluster
-
-        answer = plan_cluster.run(options, cluster)
-        if answer is not None:
-            return answer
+    answer, topology = _by_kind(options)
+    if answer is not None:
+        return answer
     machine = read_machine(options, topology)
     warnings = machine.warnings(machine.allocation(options.gpus))
     with progress_line("planning") as progress:

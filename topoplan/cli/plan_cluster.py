@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from topoplan.cli.machine_options import NETWORK_OPTIONS, faulty_by_kind, requested_by_kind
 from topoplan.cli.output import (
+    DEFAULT_LINES,
     Answer,
+    Column,
     folded,
     folded_line,
+    microseconds,
     progress_line,
     rank_names,
     rate_verdict,
+    records_of,
     rooted_words,
     table,
+    table_of,
+    thinned,
 )
 from topoplan.cli.plan_sets import FAILURE_NOUN
 from topoplan.cli.sources import DESCRIPTION_OPTIONS
@@ -33,7 +40,7 @@ from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import bracket_notation
 from topoplan.reading.load import load_cluster_by_kind
 from topoplan.solve.packing.kind_composition import plan_by_kind
-from topoplan.units import counted, format_seconds, labelled, rate_words
+from topoplan.units import counted, format_seconds, format_size, labelled, rate_words
 
 if TYPE_CHECKING:
     from topoplan.solve.survival_by_kind import SurvivalByKind
@@ -43,7 +50,7 @@ MOST_LISTED_INSTEAD = 1024
 
 _LISTED_ONLY = (
     *("gpus", "in_network", "explain", "plot", "height", "epsilon", "threshold", "time_limit", "tolerance"),
-    *("order", "demand", "size", "density", "schedule_file", "sizes", "mesh", "flow_gbps"),
+    *("order", "demand", "size", "density", "schedule_file", "engine", "mesh", "flow_gbps"),
 )
 """Options of listed plans, if they are given."""
 
@@ -102,21 +109,23 @@ def run(options: argparse.Namespace, cluster: ClusterByKind) -> Answer | None:
             f"{error}; --listed plans every GPU by itself, which may take hours", cut=error.cut
         ) from None
     part = None if options.list is None else ServerPart(made, options.list)
+    times = None if options.sizes is None else KindTimes(made, options.sizes)
 
     def text() -> Iterator[str]:
-        yield from plan_lines(made, every=options.all)
+        yield from plan_lines(made, times, every=options.all)
         if part is not None:
             yield from part.lines()
 
     def value() -> dict[str, object]:
         own = {} if part is None else {"server": part.to_object()}
+        own |= {} if times is None else {"times": times.to_object()}
         derived = {"gpus": made.size, "gap": made.gap, "busbw": made.busbw, "digest": made.digest}
         return {**made.to_object(), "seconds": made.planning_seconds, **derived, **own}
 
     return Answer(
         text=text,
         value=value,
-        rows=lambda: template_rows(made),
+        rows=lambda: template_rows(made) if times is None else times.rows(),
         file=made.to_json,
         notes=made.notes,
     )
@@ -130,10 +139,10 @@ def _root_rank(options: argparse.Namespace) -> int | None:
     return None if options.root is None else options.root - sum(gpu < options.root for gpu in gone)
 
 
-def plan_lines(plan: PlanByKind, *, every: bool = False) -> Iterator[str]:
-    """Yield the verdict, the rate against its bound, and the templates, at most a few unless ``every``."""
+def plan_lines(plan: PlanByKind, times: KindTimes | None = None, *, every: bool = False) -> Iterator[str]:
+    """Yield the verdict, the rate against its bound, and the times or templates, at most a few unless ``every``."""
     size = plan.size
-    noun, roots = ("paths", "sources") if plan.collective == ALL_TO_ALL else ("trees", "roots")
+    noun, _ = _nouns(plan)
     yield (
         f"{operation_words(plan)} on {plan.cluster.name}, {size:,} GPUs of {plan.cluster.servers:,} servers, over "
         f"{channel_words(plan.channels)}: {rate_verdict(plan.gap, without_words(plan))}"
@@ -146,6 +155,17 @@ def plan_lines(plan: PlanByKind, *, every: bool = False) -> Iterator[str]:
             f"{plan.num_trees:,} of height {plan.height}, the images of {counted(len(plan.templates), 'template')}",
         ),
     )
+    yield from _template_lines(plan, every=every) if times is None else times.lines(every=every)
+    if plan.planning_seconds is not None:
+        yield f"planned in {format_seconds(plan.planning_seconds)}"
+
+
+def _nouns(plan: PlanByKind) -> tuple[str, str]:
+    return ("paths", "sources") if plan.collective == ALL_TO_ALL else ("trees", "roots")
+
+
+def _template_lines(plan: PlanByKind, *, every: bool) -> Iterator[str]:
+    noun, roots = _nouns(plan)
     yield ""
     shapes: dict[tuple[object, ...], list[dict[str, object]]] = {}
     for number, template in enumerate(plan.templates):
@@ -166,8 +186,6 @@ def plan_lines(plan: PlanByKind, *, every: bool = False) -> Iterator[str]:
         (noun, "fraction each", "GB/s each", f"{roots} in a server", "height", "edges of the first"), cells
     )
     yield from folded_line(left, "shape")
-    if plan.planning_seconds is not None:
-        yield f"planned in {format_seconds(plan.planning_seconds)}"
 
 
 def without_words(plan: PlanByKind) -> str:
@@ -406,3 +424,88 @@ class ServerPart:
 
     def to_object(self) -> dict[str, object]:
         return {"name": self.name, "cell": self.cell, "gpus": self.rows()}
+
+
+@dataclass(frozen=True, slots=True)
+class KindPoint:
+    """The model time at a size, the bound on every schedule's, and whether start-ups or bytes take longer."""
+
+    size: int
+    seconds: float
+    algbw: float
+    busbw: float
+    bound_seconds: float
+    longer: str
+
+
+KIND_POINTS: tuple[Column[KindPoint], ...] = (
+    Column("size", "size", form=format_size),
+    Column("us", "seconds", form=microseconds),
+    Column("algbw", "algbw", form=".4g"),
+    Column("busbw", "busbw", form=".4g"),
+    Column("lower bound us", "bound_seconds", form=microseconds),
+    Column(
+        "ratio", "ratio", lambda one: one.seconds / one.bound_seconds if one.bound_seconds else None, ".2f"
+    ),
+    Column("longer", "longer"),
+)
+
+
+class KindTimes:
+    """The model times of a plan by kind at some sizes."""
+
+    def __init__(self, plan: PlanByKind, sizes: Sequence[int]) -> None:
+        # The model is imported only if times are requested.
+        from topoplan.model.kind_dataflow import KindClock
+        from topoplan.model.times_by_size import rounded, time_bound
+
+        clock = KindClock(plan)
+        bound = time_bound(plan.fabric, plan.collective, plan.sample_root, (), plan.exact_bound())
+        times = [clock.time(size) for size in sizes]
+        self.start_ups = clock.start_ups
+        self.messages, self.in_turn = clock.nic_start_ups
+        self._rate = plan.rate * 1e9
+        self.points = [
+            KindPoint(
+                size=one.nbytes,
+                seconds=rounded(one.seconds),
+                algbw=one.algbw,
+                busbw=one.busbw,
+                bound_seconds=rounded(bound.seconds(one.nbytes)),
+                longer="start-ups" if self.start_ups >= one.bandwidth_seconds else "bytes",
+            )
+            for one in times
+        ]
+
+    def rows(self) -> list[dict[str, object]]:
+        """Return the times as objects for ``--csv``."""
+        return records_of(KIND_POINTS, self.points)
+
+    def lines(self, *, every: bool) -> Iterator[str]:
+        """Yield what start-ups cost, and a table of the sizes."""
+        longer = [self._size(seconds) for seconds in (self.start_ups, self.in_turn)]
+        yield from labelled(
+            ("start-ups", f"{format_seconds(self.start_ups)}; the bytes take longer from {longer[0]} on"),
+            (
+                "NIC",
+                f"{self.messages:,} messages, at once if to different GPUs; in turn "
+                f"{format_seconds(self.in_turn)}, longer than the bytes up to {longer[1]}",
+            ),
+        )
+        yield ""
+        shown = thinned(self.points, DEFAULT_LINES - 10, every=every)
+        yield table_of(KIND_POINTS, shown)
+        if len(shown) < len(self.points):
+            yield f"… {len(shown)} of {len(self.points)} sizes; --all prints all"
+        yield "model times of these trees; --listed compares schedules by size, up to some hundred GPUs"
+
+    def _size(self, seconds: float) -> str:
+        return format_size(round(seconds * self._rate))
+
+    def to_object(self) -> dict[str, object]:
+        return {
+            "start_up_seconds": self.start_ups,
+            "nic_messages": self.messages,
+            "nic_seconds_in_turn": self.in_turn,
+            "points": self.rows(),
+        }

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from topoplan.cli.results import Result
+    from topoplan.machine.topology import Topology
     from topoplan.model.expected_times import Quickest
     from topoplan.model.schedule_selection import ScheduleChoice
     from topoplan.model.window_engine import KernelSetting
@@ -103,14 +104,14 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> Answer:
-    """Plan by size with the options of ``plan``."""
+def run(options: argparse.Namespace, topology: Topology | None) -> Answer:
+    """Plan by size with the options of ``plan``; ``topology`` as for `read_machine`."""
     from topoplan.model.schedule_selection import choose_by_size
     from topoplan.model.window_engine import load_costs
 
     if check_collective(options.collective) == ALL_TO_ALL:
         raise UsageError("--sizes chooses among trees, and all_to_all is planned by paths; leave it out")
-    machine = read_machine(options)
+    machine = read_machine(options, topology)
     gpus = machine.allocation(options.gpus)
     costs = None if options.engine_costs is None else load_costs(options.engine_costs)
     started = time.perf_counter()

@@ -160,8 +160,8 @@ class Pipeline:
         return through
 
 
-def pipeline(flow: Dataflow) -> Pipeline:
-    """Return a dataflow as arrays for `Pipeline.seconds`."""
+def pipeline(flow: Dataflow, starting: Starters | None = None) -> Pipeline:
+    """Return a dataflow as arrays for `Pipeline.seconds`; ``starting`` replaces its `starters`."""
     alpha = np.array([[hop.alpha] for hop in flow.hops])
     pace = np.array([[hop.pace * flow.shares[hop.shard]] for hop in flow.hops])
     fullest = np.array([[max(flow.seconds_per_byte[link] for link in hop.links)] for hop in flow.hops])
@@ -191,7 +191,7 @@ def pipeline(flow: Dataflow) -> Pipeline:
         pace=pace,
         others=np.maximum(fullest - pace, 0.0),
         shard=np.array([hop.shard for hop in flow.hops], dtype=np.int64),
-        starters=starters(flow),
+        starters=starters(flow) if starting is None else starting,
         forward=forward,
         backward=levels_of(flow.followers, numbers[::-1]),
         latency=LAUNCH + max(lane.start + lane.chain for lane in lanes),
@@ -359,7 +359,10 @@ def clock(plan: Plans, chunk_bytes: int | None = None) -> Callable[[int], Timeli
             # rounds of a sparse plan run one after another
             parts = [one.plan for one in rounds(chosen)] if chosen.sparse else [chosen]
             arranged[id(chosen)] = tuple((part, pipeline(dataflow(part))) for part in parts)
-        times = [_timeline(part, schedule, nbytes, chunk_bytes) for part, schedule in arranged[id(chosen)]]
+        times = [
+            timeline(schedule, part.collective, len(part.ranks), nbytes, chunk_bytes)
+            for part, schedule in arranged[id(chosen)]
+        ]
         return times[0] if len(times) == 1 else _one_after_another(chosen, nbytes, times)
 
     return time
@@ -396,7 +399,10 @@ def _one_after_another(plan: Plan, nbytes: int, times: Sequence[Timeline]) -> Ti
     )
 
 
-def _timeline(plan: Plan, schedule: Pipeline, nbytes: int, chunk_bytes: int | None) -> Timeline:
+def timeline(
+    schedule: Pipeline, collective: str, ranks: int, nbytes: int, chunk_bytes: int | None = None
+) -> Timeline:
+    """Return the time of a collective whose dataflow is ``schedule``; parameters as `clock` and `Timeline`."""
     chunks = chunk_counts(schedule, nbytes, chunk_bytes)
     flow = schedule.flow
     names = [(link.src, link.dst) for link in flow.fabric.links]
@@ -408,8 +414,8 @@ def _timeline(plan: Plan, schedule: Pipeline, nbytes: int, chunk_bytes: int | No
             link_seconds[name] = max(link_seconds.get(name, 0.0), pace * nbytes)
     ends = schedule.lane_seconds(nbytes, np.array(chunks, dtype=np.int64)[:, None])[:, 0]
     return Timeline(
-        collective=plan.collective,
-        ranks=len(plan.ranks),
+        collective=collective,
+        ranks=ranks,
         nbytes=nbytes,
         seconds=float(ends.max()),
         chunks=chunks,

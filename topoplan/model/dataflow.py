@@ -30,7 +30,7 @@ from topoplan.machine.hardware import PEER_ACCESS
 from topoplan.machine.topology import Link, Topology
 from topoplan.plans.loads import edge_links, full_links, link_loads
 from topoplan.plans.plan import Plan
-from topoplan.plans.shards import ImageShards
+from topoplan.plans.shards import ImageShards, Shard
 from topoplan.units import exact
 
 LAUNCH = 8.4e-6
@@ -175,9 +175,25 @@ class Dataflow:
 def dataflow(plan: Plan) -> Dataflow:
     """Return the hops of a plan and their dependencies."""
     fabric = Fabric(plan.topology, plan.channels)
-    kinds = device_kinds(plan.topology)
+    images = plan.shards if isinstance(plan.shards, ImageShards) else None
+    return flow_of(fabric, plan.shard_counts, link_loads(plan.shards, fabric), images=images)
+
+
+def flow_of(
+    fabric: Fabric,
+    shard_counts: Sequence[tuple[Shard, int]],
+    loads: Sequence[Fraction],
+    *,
+    images: ImageShards | None = None,
+) -> Dataflow:
+    """Return the hops of shards and their dependencies.
+
+    shard_counts: each shard with the number of shards that it stands for.
+    loads: bytes across every link of the fabric for each byte of the buffer.
+    """
+    kinds = device_kinds(fabric.topology)
     hops: list[Hop] = []
-    for number, (shard, _) in enumerate(plan.shard_counts):
+    for number, (shard, _) in enumerate(shard_counts):
         arriving: dict[int, list[int]] = {}
         exchanged: dict[int, list[int]] = {}
         for position, stage in enumerate(shard.stages):
@@ -210,13 +226,12 @@ def dataflow(plan: Plan) -> Dataflow:
     for number, hop in enumerate(hops):
         for before in hop.waits:
             followers[before].append(number)
-    loads = link_loads(plan.shards, fabric)
-    lanes, lane_of_shard = _channel_parts(plan, fabric)
+    lanes, lane_of_shard = _channel_parts(fabric, [shard for shard, _ in shard_counts])
     return Dataflow(
         fabric=fabric,
-        shares=tuple(float(shard.share) for shard, _ in plan.shard_counts),
-        counts=tuple(count for _, count in plan.shard_counts),
-        images=plan.shards if isinstance(plan.shards, ImageShards) else None,
+        shares=tuple(float(shard.share) for shard, _ in shard_counts),
+        counts=tuple(count for _, count in shard_counts),
+        images=images,
         hops=tuple(hops),
         followers=tuple(tuple(after) for after in followers),
         seconds_per_byte=tuple(
@@ -238,32 +253,39 @@ def switched_hops(plan: Plan) -> int:
     >>> switched_hops(topoplan.plan("dgx-1v", "broadcast", gpus=[6, 7], channels="all"))
     1
     """
-    if ALL not in plan.channels:
+    return _switched(Fabric(plan.topology, plan.channels), [shard for shard, _ in plan.shard_counts])
+
+
+def _switched(fabric: Fabric, shards: Sequence[Shard]) -> int:
+    if ALL not in fabric.channels:
         return 0
-    joined = Fabric(plan.topology, plan.channels).nvlink_pairs
+    joined = fabric.nvlink_pairs
     return sum(
         edge.channel not in ("nvlink", "network") and (edge.parent, edge.child) in joined
-        for shard, _ in plan.shard_counts
+        for shard in shards
         for stage in shard.stages
         for edge in stage.edges
     )
 
 
-def _channel_parts(plan: Plan, fabric: Fabric) -> tuple[tuple[tuple[str, float], ...], tuple[int, ...]]:
+def _channel_parts(
+    fabric: Fabric, shards: Sequence[Shard]
+) -> tuple[tuple[tuple[str, float], ...], tuple[int, ...]]:
     """Return the channels that a split plan uses, in its order, and the index of each shard's channel."""
-    if switched_hops(plan):
-        start = float(peer_access_seconds(plan.topology))
-        return (("+".join(plan.channels), start),), (0,) * len(plan.shard_counts)
+    channels = fabric.channels
+    if _switched(fabric, shards):
+        start = float(peer_access_seconds(fabric.topology))
+        return (("+".join(channels), start),), (0,) * len(shards)
     if not fabric.split:
-        return (("+".join(plan.channels), 0.0),), (0,) * len(plan.shard_counts)
-    starts = channel_starts(plan.topology, plan.channels)
+        return (("+".join(channels), 0.0),), (0,) * len(shards)
+    starts = channel_starts(fabric.topology, channels)
     # A shard of several channels, which no valid split plan has, waits for the last of them.
     last = [
-        max((plan.channels.index(edge.channel) for stage in shard.stages for edge in stage.edges), default=0)
-        for shard, _ in plan.shard_counts
+        max((channels.index(edge.channel) for stage in shard.stages for edge in stage.edges), default=0)
+        for shard in shards
     ]
     used = sorted(set(last))
-    lanes = tuple((plan.channels[place], float(starts[plan.channels[place]])) for place in used)
+    lanes = tuple((channels[place], float(starts[channels[place]])) for place in used)
     return lanes, tuple(used.index(place) for place in last)
 
 
@@ -273,32 +295,35 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Starters:
-    """Hops grouped by the route that starts them.
+    """Hops grouped by the routes that start them.
 
-    route: for every hop, the index of its route.
+    hop, route: pairs of a hop and a route, in ascending order of the hops, each of which has a route or more.
     wires: for every route, the copies that it can start at once: the wires of its narrowest link.
-    copies: for every hop, the number that it stands for on one route.
+    copies: for every pair, the number that the hop stands for on one such route.
     """
 
+    hop: tuple[int, ...]
     route: tuple[int, ...]
     wires: tuple[int, ...]
     copies: tuple[float, ...]
 
     def longest(self, before: Floats, starting: Floats, after: Floats) -> Floats:
-        """Return, as (F, C), the seconds that the route of every hop takes to start all its copies.
+        """Return, as (F, C), the seconds that the slowest route of every hop takes to start all its copies.
 
         before, starting, after: (F, C) float64, seconds of every hop: until its first start-up can begin, in all its
         start-ups, and from the end of its last one. No order is faster: a route begins after the least ``before`` and
         ends with the least ``after``.
         """
+        hop = np.array(self.hop, dtype=np.int64)
         route = np.array(self.route, dtype=np.int64)
         order = np.argsort(route, kind="stable")
         first = np.searchsorted(route[order], np.arange(len(self.wires)))
         wires = np.array(self.wires, dtype=np.float64)[:, None]
-        every = starting * np.array(self.copies, dtype=np.float64)[:, None]
+        every = starting[hop] * np.array(self.copies, dtype=np.float64)[:, None]
         busy = np.add.reduceat(every[order], first, axis=0) / wires
-        earliest, latest = (np.minimum.reduceat(time[order], first, axis=0) for time in (before, after))
-        longest: Floats = (earliest + busy + latest)[list(self.route)]
+        earliest, latest = (np.minimum.reduceat(time[hop[order]], first, axis=0) for time in (before, after))
+        through = (earliest + busy + latest)[route]
+        longest: Floats = np.maximum.reduceat(through, np.searchsorted(hop, np.arange(len(starting))), axis=0)
         return longest
 
 
@@ -320,7 +345,8 @@ def starters(flow: Dataflow) -> Starters:
     narrowest = {
         at: min(links[link].count for link in hop.links) for at, hop in zip(route, flow.hops, strict=True)
     }
-    return Starters(route, tuple(narrowest[at] for at in range(len(number))), tuple(copies))
+    wires = tuple(narrowest[at] for at in range(len(number)))
+    return Starters(tuple(range(len(keys))), route, wires, tuple(copies))
 
 
 def _route_orbits(flow: Dataflow, images: ImageShards) -> list[tuple[Hop, tuple[tuple[int, ...], int]]]:

@@ -25,7 +25,10 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from math import gcd, lcm
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from topoplan.machine.cluster_by_kind import ClusterSample, ServerPlace
 from topoplan.machine.fabric import Fabric
@@ -108,6 +111,11 @@ def entry_allowed(sample: ClusterSample, root: int, centre: int, entry: int) -> 
     return middle.count % own.count == 0
 
 
+def image_count(sample: ClusterSample, template: KindTemplate) -> int:
+    """Return the number of images of a template."""
+    return sample.cluster.cells[sample.places[template.root].cell].servers * template.shifts
+
+
 @dataclass(frozen=True)
 class ClassCrossings:
     """Counts how often trees cross the links of each class: ``classes`` are those of the fabric's links."""
@@ -152,6 +160,26 @@ def share_units(templates: Sequence[HasShare]) -> tuple[int, list[int]]:
     return unit, [int(template.share * unit) for template in templates]
 
 
+Number = TypeVar("Number", int, NDArray[np.int64])
+
+
+def centre_of(
+    sample: ClusterSample, template: KindTemplate, leaf: Number, position: Number, number: Number
+) -> tuple[Number, Number]:
+    """Return leaf and position of the centre of images, from those of the root and their numbers."""
+    places, cells = sample.places, sample.cluster.cells
+    here, there = places[template.root], places[template.centre]
+    home, own = cells[here.cell], cells[there.cell]
+    if template.centre == template.root:
+        return leaf, position
+    if own.leaf_class != home.leaf_class:
+        return number % own.servers // own.count, number % own.servers % own.count
+    turn = number % (home.count * template.shifts) % own.count
+    if there.leaf == here.leaf:
+        return leaf, (position + 1) % own.count if there.cell == here.cell else turn
+    return (leaf + 1) % own.leaves, position if there.cell == here.cell else turn
+
+
 @dataclass(frozen=True)
 class TemplateImages:
     """The images of one template as shards of the whole cluster, made on request."""
@@ -169,7 +197,9 @@ class TemplateImages:
         leaf, position = divmod(index, home.count)
         turn = number % (home.count * template.shifts)
         root = ServerPlace(places[template.root].cell, leaf, position)
-        centre = self._centre(root, turn, number)
+        centre = ServerPlace(
+            places[template.centre].cell, *centre_of(sample, template, leaf, position, number)
+        )
         role: dict[int, list[ServerPlace]] = {template.root: [root]}
         if template.centre != template.root:
             role[template.centre] = [centre]
@@ -204,26 +234,10 @@ class TemplateImages:
             for server, listed in role.items()
         }
 
-    def _centre(self, root: ServerPlace, turn: int, number: int) -> ServerPlace:
-        template, places, cells = self.template, self.sample.places, self.sample.cluster.cells
-        if template.centre == template.root:
-            return root
-        here, there = places[template.root], places[template.centre]
-        home, own = cells[here.cell], cells[there.cell]
-        if own.leaf_class != home.leaf_class:
-            at, place = divmod(number % own.servers, own.count)
-            return ServerPlace(there.cell, at, place)
-        if there.leaf == here.leaf:
-            place = (root.position + 1) % own.count if there.cell == here.cell else turn % own.count
-            return ServerPlace(there.cell, root.leaf, place)
-        place = root.position if there.cell == here.cell else turn % own.count
-        return ServerPlace(there.cell, (root.leaf + 1) % own.leaves, place)
-
     @property
     def count(self) -> int:
         """Number of images."""
-        root = self.sample.places[self.template.root]
-        return self.sample.cluster.cells[root.cell].servers * self.template.shifts
+        return image_count(self.sample, self.template)
 
     @property
     def edges(self) -> int:

@@ -156,14 +156,19 @@ class PlanByKind:
         """Edges on the longest root-to-leaf path of any tree."""
         return max(stage.height for template in self.templates for stage in template.stages)
 
+    def link_loads(self) -> list[Fraction]:
+        """Return the bytes that cross each link of the sample, in the whole cluster, for each byte of the buffer."""
+        classes, counts = self.sample.link_classes(self.fabric.links)
+        totals = [Fraction(0)] * len(counts)
+        for row, load in self._loads(classes):
+            totals[row] += load
+        each = [total / count for total, count in zip(totals, counts, strict=True)]
+        return [each[row] for row in classes]
+
     def exact_rate(self) -> Fraction:
         """Return the rate in GB/s at which the first class of links is full; PlanError if no template crosses one."""
-        classes, counts = self.sample.link_classes(self.fabric.links)
-        totals: dict[int, Fraction] = {}
-        for row, load in self._loads(classes):
-            totals[row] = totals.get(row, Fraction(0)) + load
-        capacity = dict(zip(classes, self.fabric.capacity, strict=True))
-        rates = [capacity[row] * counts[row] / total for row, total in totals.items() if total]
+        loads = zip(self.fabric.capacity, self.link_loads(), strict=True)
+        rates = [capacity / load for capacity, load in loads if load]
         if not rates:
             raise PlanError("no template crosses a link")
         return min(rates)
@@ -346,7 +351,7 @@ class PlanByKind:
         known = (
             "format collective root cluster channels rate bound certificate method seconds trees height notes"
         )
-        derived = "gap busbw digest gpus server templates"
+        derived = "gap busbw digest gpus server templates times"
         check_known(value, f"{known} {derived}".split(), "the plan")
         cluster = cluster_from_object(value.get("cluster"))
         channels = read_texts(value.get("channels"), "channels")

@@ -1,0 +1,311 @@
+"""Build the dataflow of a plan of a cluster by kind from its templates, as fast for 100,000 GPUs as for some hundred.
+
+A hop of a template stands for one hop to each server that its child represents: all of them begin and end at the same
+time, and their links carry the same (`topoplan.plans.kind_templates`). So the hops are those of the sample, the loads
+are those of the classes of links, and only the copies on a route are counted in the whole cluster:
+
+- Inside a server every route of a pattern (GPUs, links) starts equally many: images x servers / servers of the cell.
+- Between two servers it is the number of images in which they have the roles of the hop's ends. The images are counted
+  for pairs of `SOURCES` servers of each cell. Routes of other pairs start as many on average, and differ by one copy of
+  a hop where numbers of servers do not divide each other; of one cell they do not differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.errors import PlanError, UsageError
+from topoplan.machine.cluster_by_kind import ClusterSample, ServerPlace
+from topoplan.model.closed_form import Pipeline, Timeline, pipeline, timeline
+from topoplan.model.dataflow import Dataflow, Indices, Starters, flow_of
+from topoplan.plans.kind_exchange import KindPath
+from topoplan.plans.kind_templates import KindTemplate, centre_of, image_count, represented
+from topoplan.plans.plan_by_kind import PlanByKind
+from topoplan.plans.shards import Shard, Stage
+
+
+@dataclass(frozen=True)
+class KindClock:
+    """The closed-form times of a plan by kind, equal to those of `PlanByKind.listed`.
+
+    Links of a `Timeline` are those of the sample, one for all of their class; its chunks are those of every template.
+
+    >>> import topoplan
+    >>> many = topoplan.cluster_by_kind([topoplan.Server("dgx-h100", count=12_500)], nic_gbps=400)
+    >>> clock = KindClock(topoplan.plan_by_kind(many, "all_gather"))
+    >>> [round(clock.time(size).seconds * 1e3, 1) for size in (1_000, 10_000_000_000)], clock.nic_start_ups[0]
+    ([6.1, 26.1], 12499)
+    """
+
+    plan: PlanByKind
+
+    @cached_property
+    def schedule(self) -> Pipeline:
+        """The dataflow as arrays."""
+        return pipeline(*kind_dataflow(self.plan))
+
+    def time(self, nbytes: int, chunk_bytes: int | None = None) -> Timeline:
+        """Return the time for a buffer; parameters as `topoplan.model.closed_form.simulate`."""
+        return timeline(self.schedule, self.plan.collective, self.plan.size, nbytes, chunk_bytes)
+
+    @cached_property
+    def start_ups(self) -> float:
+        """Seconds at size zero, launch included: the start-ups of chains, and of the copies of the busiest route."""
+        return self.time(0).seconds
+
+    @cached_property
+    def nic_start_ups(self) -> tuple[int, float]:
+        """Messages of the busiest link of a NIC in one call, and the seconds if they start one after another.
+
+        The closed form queues the start-ups of one pair of GPUs; those of different pairs begin at once. Every tree is
+        one chunk here; more chunks are more messages.
+        """
+        plan, flow = self.plan, self.schedule.flow
+        home, links = plan.sample.servers_of(plan.fabric.ranks), plan.fabric.links
+        classes, counts = plan.sample.link_classes(links)
+        messages, seconds = [0] * len(counts), [0.0] * len(counts)
+        stands = [_stands(plan, template) for template in plan.templates]
+        for hop in flow.hops:
+            upwards = plan.templates[hop.shard].stages[hop.stage].op == "reduce"
+            times = flow.counts[hop.shard] * stands[hop.shard][home[hop.src if upwards else hop.dst]]
+            for link in hop.links:
+                # A wire of a NIC joins a device of a server and a switch.
+                if links[link].channel == "network" and ("." in links[link].src) != ("." in links[link].dst):
+                    messages[classes[link]] += times
+                    seconds[classes[link]] += times * hop.alpha
+        each = [(seconds[row] / count, messages[row] // count) for row, count in enumerate(counts)]
+        slowest, number = max(each, default=(0.0, 0))
+        return number, slowest
+
+
+SOURCES = 32
+"""Servers of a cell, in at most four leaves, among which copies between two servers are counted."""
+
+_LEAVES = 4
+
+MOST_TREES = 10_000_000
+"""Images of a template in which one server is the root, or the centre, up to which they are counted."""
+
+
+def kind_dataflow(plan: PlanByKind) -> tuple[Dataflow, Starters]:
+    """Return the hops of a plan by kind on its sample, and the copies that the routes of the whole cluster start."""
+    sample, fabric = plan.sample, plan.fabric
+    stands = [_stands(plan, template) for template in plan.templates]
+    home = sample.servers_of(fabric.ranks)
+    shards = []
+    for template, counts in zip(plan.templates, stands, strict=True):
+        stages = tuple(
+            Stage(
+                stage.op, stage.root, tuple(edge for edge in stage.edges if counts.get(home[edge.child], 0))
+            )
+            for stage in template.stages
+        )
+        images = plan.images(template)
+        shards.append((Shard(images.share_each, stages), images.count))
+    flow = flow_of(fabric, shards, plan.link_loads())
+    return flow, _starters(plan, flow, stands, home)
+
+
+def _stands(plan: PlanByKind, template: KindTemplate | KindPath) -> dict[int, int]:
+    """Return how many servers each server of the sample stands for in one image: one each in a path."""
+    if isinstance(template, KindPath):
+        return dict.fromkeys(range(len(plan.sample.places)), 1)
+    return represented(plan.sample, template)
+
+
+def _starters(
+    plan: PlanByKind, flow: Dataflow, stands: Sequence[dict[int, int]], home: Sequence[int]
+) -> Starters:
+    sample, fabric = plan.sample, plan.fabric
+    keys = sample.class_keys(fabric.links)
+    alike: dict[tuple[object, ...], list[tuple[int, float]]] = {}
+    between: dict[tuple[object, ...], list[tuple[int, tuple[Roles, bool]]]] = {}
+    for number, hop in enumerate(flow.hops):
+        template = plan.templates[hop.shard]
+        upwards = template.stages[hop.stage].op == "reduce"
+        child, parent = (home[end] for end in ((hop.src, hop.dst) if upwards else (hop.dst, hop.src)))
+        source, target = sample.places[home[hop.src]].cell, sample.places[home[hop.dst]].cell
+        ends = (source, target, *(fabric.ranks[end].split(".", 1)[1] for end in (hop.src, hop.dst)))
+        pattern = (*ends, tuple(keys[link] for link in hop.links))
+        if child == parent or isinstance(template, KindPath):
+            # Images of a path are an orbit: all routes of a pattern have equally many.
+            copies = flow.counts[hop.shard] * stands[hop.shard][child]
+            alike.setdefault(pattern, []).append((number, copies / _server_pairs(sample, parent, child)))
+        else:
+            roles = Roles(template.root, template.centre, template.entries, template.shifts, parent, child)
+            between.setdefault(pattern, []).append((number, (roles, upwards)))
+    routes = list(alike.values())
+    counted = _Pairs(sample)
+    for hops in between.values():
+        for row in counted.rows([roles for _, roles in hops]):
+            routes.append([(number, float(n)) for (number, _), n in zip(hops, row, strict=True) if n])
+    pairs = sorted((hop, at, copies) for at, each in enumerate(routes) for hop, copies in each)
+    narrow = [min(fabric.links[link].count for link in flow.hops[each[0][0]].links) for each in routes]
+    return Starters(
+        tuple(hop for hop, _, _ in pairs),
+        tuple(at for _, at, _ in pairs),
+        tuple(narrow),
+        tuple(copies for _, _, copies in pairs),
+    )
+
+
+def _server_pairs(sample: ClusterSample, first: int, second: int) -> int:
+    """Return how many pairs of servers are placed like two of the sample; servers, if both are one."""
+    here, there = (sample.cluster.cells[sample.places[one].cell] for one in (first, second))
+    if first == second:
+        return here.servers
+    if sample.leaf_of(first) == sample.leaf_of(second):
+        return here.servers * (there.count - (here == there))
+    return here.servers * there.count * (there.leaves - (here.leaf_class == there.leaf_class))
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The roles of the two servers of a hop: servers of the sample, in a template of such marked ones and shifts."""
+
+    root: int
+    centre: int
+    entries: tuple[int, ...]
+    shifts: int
+    parent: int
+    child: int
+
+
+class _Pairs:
+    """Numbers of images in which two servers have two roles, for some servers of each cell."""
+
+    def __init__(self, sample: ClusterSample) -> None:
+        self.sample = sample
+        self._known: dict[Roles, Indices] = {}
+
+    def rows(self, hops: Sequence[tuple[Roles, bool]]) -> list[list[int]]:
+        """Return the distinct numbers of copies of hops, by hop, on all routes of one pattern.
+
+        hops: roles, and whether the data runs from child to parent.
+        """
+        different = {each: number for number, each in enumerate(dict.fromkeys(hops))}
+        counts = [self._counts(roles).T if upwards else self._counts(roles) for roles, upwards in different]
+        rows = np.unique(np.stack([each.ravel() for each in counts]), axis=1).T
+        return [[int(row[different[each]]) for each in hops] for row in rows if row.any()]
+
+    def _counts(self, roles: Roles) -> Indices:
+        """Return the images of every parent with every child as (parents, children) int64."""
+        if roles not in self._known:
+            parents, children = (self.sample.places[each].cell for each in (roles.parent, roles.child))
+            images = RoleImages(self.sample, roles)
+            leaf, position = servers_of(self.sample, children)
+            self._known[roles] = np.array(
+                [
+                    images.with_child(ServerPlace(parents, *place), leaf, position)
+                    for place in zip(
+                        *(each.tolist() for each in servers_of(self.sample, parents)), strict=True
+                    )
+                ]
+            )
+        return self._known[roles]
+
+
+def servers_of(sample: ClusterSample, cell: int) -> tuple[Indices, Indices]:
+    """Return leaf and position of the servers of a cell whose routes are counted: all, or `SOURCES`."""
+    own = sample.cluster.cells[cell]
+    leaves = own.leaves if own.servers <= SOURCES else min(own.leaves, _LEAVES)
+    positions = min(own.count, max(1, SOURCES // leaves))
+    # The last leaf is next to the first one.
+    kept = np.unique([*range(leaves - 1), own.leaves - 1])
+    return np.repeat(kept, positions), np.tile(np.arange(positions), len(kept))
+
+
+class RoleImages:
+    """The images of a template in which a server has the role of a hop's parent."""
+
+    def __init__(self, sample: ClusterSample, roles: Roles) -> None:
+        self.sample, self.roles = sample, roles
+        self.template = KindTemplate(Fraction(0), roles.root, roles.centre, roles.entries, roles.shifts, ())
+        places, cells = sample.places, sample.cluster.cells
+        self.home, self.middle, self.own = (
+            cells[places[one].cell] for one in (roles.root, roles.centre, roles.child)
+        )
+        self.block = self.home.count * roles.shifts
+        self.stands = represented(sample, self.template)
+
+    def numbers(self, parent: ServerPlace) -> Indices:
+        """Return the numbers of the images in which a server is the root, or the centre if that is the parent."""
+        roles, places = self.roles, self.sample.places
+        here, there = places[roles.root], places[roles.centre]
+        sending = self.home if roles.parent == roles.root else self.middle
+        most = self.home.servers * roles.shifts // sending.servers
+        if most > MOST_TREES:
+            raise UsageError(
+                f"a server must send in at most {MOST_TREES:,} trees to be timed, got {most:,}; plan fewer kinds of "
+                "servers, or numbers of servers with common divisors"
+            )
+        if roles.parent == roles.root:
+            first = parent.leaf * self.block + parent.position * roles.shifts
+            return np.arange(first, first + roles.shifts)
+        if roles.parent != roles.centre:
+            raise PlanError(
+                f"s{self.sample.numbers[roles.parent]} sends to another server, and is neither root, centre, nor the "
+                "entry of its leaf"
+            )
+        if self.middle.leaf_class != self.home.leaf_class:
+            first = parent.leaf * self.middle.count + parent.position
+            return np.arange(first, self.home.leaves * self.block, self.middle.servers)
+        same = there.leaf == here.leaf
+        start = (parent.leaf - (not same)) % self.middle.leaves * self.block
+        if there.cell != here.cell:
+            return np.arange(start + parent.position, start + self.block, self.middle.count)
+        start += (parent.position - same) % self.middle.count * roles.shifts
+        return np.arange(start, start + roles.shifts)
+
+    def with_child(self, parent: ServerPlace, leaf: Indices, position: Indices) -> Indices:
+        """Return in how many of them each of some servers is the child, (M,) int64.
+
+        leaf, position: (M,) int64, places of the servers in the child's cell.
+        """
+        roles, sample, own = self.roles, self.sample, self.own
+        cell = sample.places[roles.child].cell
+        if roles.parent in roles.entries:
+            # The other servers of its leaf, in all images in which it is the entry.
+            times = image_count(sample, self.template) * self.stands[roles.parent]
+            others = (leaf == parent.leaf) & ((position != parent.position) | (cell != parent.cell))
+            return np.where(others, times // sample.cluster.cells[parent.cell].servers, 0)
+        number = self.numbers(parent)
+        root = divmod(number // roles.shifts, self.home.count)
+        centre = centre_of(sample, self.template, *root, number)
+        near, far = (each.leaf_class == own.leaf_class for each in (self.home, self.middle))
+        joined = (root[0] == centre[0]) & (self.home.leaf_class == self.middle.leaf_class)
+
+        def images(at: Indices, of: Indices, size: int, kept: NDArray[np.bool_] | bool) -> Indices:
+            """Return how many of the kept images have each of some numbers below ``size``."""
+            found: Indices = np.bincount(at[np.broadcast_to(kept, at.shape)], minlength=size)[of]
+            return found
+
+        def at_place(at: tuple[Indices, Indices], kept: NDArray[np.bool_] | bool) -> Indices:
+            place = leaf * own.count + position
+            return images(at[0] * own.count + at[1], place, own.servers, kept)
+
+        is_root = at_place(root, sample.places[roles.root].cell == cell)
+        in_cell = sample.places[roles.centre].cell == cell
+        if roles.child == roles.root:
+            return is_root
+        if roles.child == roles.centre:
+            return at_place(centre, in_cell)
+        slot = sample.leaf_of(roles.child)
+        if slot == sample.leaf_of(roles.root):
+            beside = at_place(centre, in_cell & joined) if roles.centre != roles.root else 0
+            return images(root[0], leaf, own.leaves, near) - is_root - beside
+        if slot == sample.leaf_of(roles.centre):
+            return images(centre[0], leaf, own.leaves, far) - at_place(centre, in_cell)
+        held = images(root[0], leaf, own.leaves, near) + images(centre[0], leaf, own.leaves, far & ~joined)
+        entered = np.zeros_like(leaf)
+        if any(sample.places[entry].cell == cell for entry in roles.entries):
+            turn = number % self.block % own.count
+            taken = at_place((root[0], turn), near) + at_place((centre[0], turn), far & ~joined)
+            entered = images(turn, position, own.count, kept=True) - taken
+        return entered if roles.child in roles.entries else len(number) - held - entered
