@@ -25,7 +25,7 @@ from topoplan.machine.cluster_by_kind import ClusterSample, ServerPlace
 from topoplan.model.closed_form import Pipeline, Timeline, pipeline, timeline
 from topoplan.model.dataflow import Dataflow, Indices, Starters, flow_of
 from topoplan.plans.kind_exchange import KindPath
-from topoplan.plans.kind_templates import KindTemplate, centre_of, image_count, represented
+from topoplan.plans.kind_templates import KindTemplate, beside_root, centre_of, image_count, represented
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import Shard, Stage
 
@@ -233,12 +233,16 @@ class RoleImages:
         )
         self.block = self.home.count * roles.shifts
         self.stands = represented(sample, self.template)
+        beside = [one for one in roles.entries if beside_root(sample, self.template, one)]
+        self.near = beside[0] if beside else None
+        """The entry of the root's leaf."""
+        self.far = [one for one in roles.entries if one not in beside]
 
     def numbers(self, parent: ServerPlace) -> Indices:
         """Return the numbers of the images in which a server is the root, or the centre if that is the parent."""
         roles, places = self.roles, self.sample.places
         here, there = places[roles.root], places[roles.centre]
-        sending = self.home if roles.parent == roles.root else self.middle
+        sending = self.sample.cluster.cells[places[roles.parent].cell]
         most = self.home.servers * roles.shifts // sending.servers
         if most > MOST_TREES:
             raise UsageError(
@@ -248,6 +252,12 @@ class RoleImages:
         if roles.parent == roles.root:
             first = parent.leaf * self.block + parent.position * roles.shifts
             return np.arange(first, first + roles.shifts)
+        if roles.parent == self.near:
+            start = parent.leaf * self.block
+            if parent.cell != here.cell:
+                return np.arange(start + parent.position, start + self.block, sending.count)
+            start += (parent.position - 1) % sending.count * roles.shifts
+            return np.arange(start, start + roles.shifts)
         if roles.parent != roles.centre:
             raise PlanError(
                 f"s{self.sample.numbers[roles.parent]} sends to another server, and is neither root, centre, nor the "
@@ -270,7 +280,7 @@ class RoleImages:
         """
         roles, sample, own = self.roles, self.sample, self.own
         cell = sample.places[roles.child].cell
-        if roles.parent in roles.entries:
+        if roles.parent in self.far:
             # The other servers of its leaf, in all images in which it is the entry.
             times = image_count(sample, self.template) * self.stands[roles.parent]
             others = (leaf == parent.leaf) & ((position != parent.position) | (cell != parent.cell))
@@ -296,16 +306,23 @@ class RoleImages:
             return is_root
         if roles.child == roles.centre:
             return at_place(centre, in_cell)
+        passing: Indices | int = 0
+        if self.near is not None and sample.places[self.near].cell == cell:
+            follows = cell == sample.places[roles.root].cell
+            turn = root[1] + 1 if follows else number % self.block
+            passing = at_place((root[0], turn % own.count), kept=True)
+        if roles.child == self.near:
+            return np.broadcast_to(passing, leaf.shape)
         slot = sample.leaf_of(roles.child)
         if slot == sample.leaf_of(roles.root):
             beside = at_place(centre, in_cell & joined) if roles.centre != roles.root else 0
-            return images(root[0], leaf, own.leaves, near) - is_root - beside
+            return images(root[0], leaf, own.leaves, near) - is_root - beside - passing
         if slot == sample.leaf_of(roles.centre):
             return images(centre[0], leaf, own.leaves, far) - at_place(centre, in_cell)
         held = images(root[0], leaf, own.leaves, near) + images(centre[0], leaf, own.leaves, far & ~joined)
         entered = np.zeros_like(leaf)
-        if any(sample.places[entry].cell == cell for entry in roles.entries):
+        if any(sample.places[entry].cell == cell for entry in self.far):
             turn = number % self.block % own.count
             taken = at_place((root[0], turn), near) + at_place((centre[0], turn), far & ~joined)
             entered = images(turn, position, own.count, kept=True) - taken
-        return entered if roles.child in roles.entries else len(number) - held - entered
+        return entered if roles.child in self.far else len(number) - held - entered

@@ -2,7 +2,8 @@
 
 A template is a tree (or a pair) over a `ClusterSample`. Three roles of servers are *marked*: the *root*, which has the
 root rank; the *centre*, which sends to other servers (the root itself, or a server that has the data from the root);
-and *entries*, each of which passes the data on to the servers of its leaf. Every other server of the sample stands for
+and *entries*, each of which passes the data on to the servers of its leaf: the root's, if the centre is in another one,
+or all that have neither root nor centre. Every other server of the sample stands for
 all servers of its cell that are placed like it: in the root's leaf, in the centre's, or in any other leaf of a class.
 
 The images of a template have numbers x = i S + s, where server i of the root's cell is the root (leaf by leaf), s is
@@ -11,7 +12,8 @@ from 0 to S - 1, and S are the template's *shifts*. With q = x mod (c S), where 
 - A centre in the root's cell and leaf follows the root: position p + 1 mod c. In another cell of the leaf it has
   position q mod its count. In another leaf of the class it is in the next leaf, at the root's position if its cell is
   the root's and at q mod its count else. In another class it is server x mod the cell's servers.
-- An entry has position q mod its count in every leaf that it stands for.
+- An entry has position q mod its count in every leaf that it stands for. One of the root's cell, in the root's leaf,
+  follows the root: position p + 1 mod c.
 
 If the counts divide what they must (`needed_shifts`, `entry_allowed`), every server of a cell has each role in equally
 many images, so all links of a class carry the same: the sum over the template's edges, each as often as its child
@@ -85,6 +87,11 @@ def represented(sample: ClusterSample, template: KindTemplate) -> dict[int, int]
             if rest and cell.count > marked:
                 found[rest[0]] = leaves * (cell.count - marked)
     return found
+
+
+def beside_root(sample: ClusterSample, template: KindTemplate, entry: int) -> bool:
+    """Return whether an entry is that of the root's leaf."""
+    return sample.leaf_of(entry) == sample.leaf_of(template.root)
 
 
 def needed_shifts(sample: ClusterSample, root: int, centre: int, entries: Sequence[int]) -> int:
@@ -207,6 +214,10 @@ class TemplateImages:
         for entry in template.entries:
             cell = places[entry].cell
             own = cells[cell]
+            if beside_root(sample, template, entry):
+                at_root = (position + 1) % own.count if cell == root.cell else turn % own.count
+                role[entry] = [ServerPlace(cell, leaf, at_root)]
+                continue
             role[entry] = [
                 ServerPlace(cell, at, turn % own.count)
                 for at in range(own.leaves)

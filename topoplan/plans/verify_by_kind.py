@@ -283,23 +283,26 @@ class _Groups:
         self.sizes: dict[_Group, int] = {_Group("root", places[template.root].cell, ""): 1}
         if template.centre != template.root:
             self.sizes[_Group("centre", places[template.centre].cell, "")] = 1
-        entries: Counter[int] = Counter()
+        entries: Counter[str] = Counter()
         for entry in template.entries:
-            if entry in (template.root, template.centre) or self.leaf[entry] in self.held:
-                raise PlanError(f"entry s{sample.numbers[entry]} is in the leaf of the root or the centre")
-            entries[self.leaf[entry][0]] += 1
-            self.sizes[self.of(entry)] = free[self.leaf[entry][0]]
-        if any(times > 1 for times in entries.values()):
-            raise PlanError("a class of leaves has two entries")
+            leaf = self.leaf[entry]
+            if entry == template.root or leaf == self.leaf[template.centre]:
+                raise PlanError(f"entry s{sample.numbers[entry]} is the root, or in the leaf of the centre")
+            entries["the root's leaf" if leaf in self.held else f"leaf class {leaf[0]}"] += 1
+            self.sizes[self.of(entry)] = 1 if leaf in self.held else free[leaf[0]]
+        twice = next((where for where, times in entries.items() if times > 1), None)
+        if twice is not None:
+            raise PlanError(f"{twice} has two entries")
         for number, cell in enumerate(cells):
             for leaf in self.held:
                 if leaf[0] == cell.leaf_class:
                     marked = sum(
-                        places[one].cell == number and self.leaf[one] == leaf
-                        for one in {template.root, template.centre}
+                        places[one].cell == number and self.leaf[one] == leaf for one in set(template.marked)
                     )
                     self._add(number, f"leaf {leaf[1]}", cell.count - marked)
-            marked = sum(places[one].cell == number for one in template.entries)
+            marked = sum(
+                places[one].cell == number and self.leaf[one] not in self.held for one in template.entries
+            )
             self._add(number, "others", free[cell.leaf_class] * (cell.count - marked))
 
     def _add(self, cell: int, where: str, size: int) -> None:
@@ -315,10 +318,9 @@ class _Groups:
             return _Group("root", cell, "")
         if server == template.centre:
             return _Group("centre", cell, "")
-        if server in template.entries:
-            return _Group("entry", cell, "others")
         leaf = self.leaf[server]
-        return _Group("", cell, f"leaf {leaf[1]}" if leaf in self.held else "others")
+        role = "entry" if server in template.entries else ""
+        return _Group(role, cell, f"leaf {leaf[1]}" if leaf in self.held else "others")
 
     def images(self) -> int:
         """Return the number of images."""
@@ -339,7 +341,7 @@ class _Groups:
         for entry in template.entries:
             cell = cells[places[entry].cell]
             even = even and turns % cell.count == 0
-            if own.leaf_class not in (class_of,) and cell.leaf_class == own.leaf_class:
+            if own.leaf_class != class_of and cell.leaf_class == own.leaf_class:
                 # Where the centre is says which positions the entries of the other leaves have.
                 even = even and own.count % cell.count == 0
         if not even:

@@ -137,7 +137,7 @@ def templates_of(sample: ClusterSample, fabric: Fabric) -> Iterator[KindTemplate
             others = [
                 one
                 for one in represented(sample, flat)
-                if not any(beside(sample, one, each) for each in flat.marked)
+                if one not in flat.marked and not beside(sample, one, centre)
             ]
             for entries in ((), *((one,) for one in others)):
                 if all(entry_allowed(sample, root, centre, one) for one in entries):

@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ import topoplan
 from tests.support.kind_clusters import changed_file, random_plan
 from topoplan import InfeasibleError, PlanByKind, PlanError, Server, UsageError, cluster_by_kind, plan_by_kind
 from topoplan.machine.variants import with_in_network
+from topoplan.plans.kind_templates import beside_root
 from topoplan.plans.shards import ImageShards, Shard
 from topoplan.plans.verify_by_kind import verify_by_kind
 
@@ -108,6 +110,33 @@ def test_oversubscribed_leaves_are_entered_once() -> None:
     assert plan.gap == 0
     assert plan.exact_rate() == min(Fraction(800 * 40, 39), Fraction(400 * 640, 639))
     assert all(template.entries for template in plan.templates)
+
+
+@pytest.mark.parametrize("collective", ["broadcast", "reduce"])
+def test_the_leaf_of_a_root_is_entered_once_too(collective: str) -> None:
+    network: dict[str, Any] = {"network": "fat-tree", "oversubscription": 4}
+    large = cluster_by_kind([Server("dgx-h100", count=1280)], nic_gbps=400, leaf_size=32, **network)
+    plan = plan_by_kind(large, collective)
+    assert (plan.exact_rate(), plan.exact_bound()) == (384, 384)
+    servers = [Server("v100x4", count=5), Server("nvlink-x4", [0, 1], count=7)]
+    small = plan_by_kind(cluster_by_kind(servers, nic_gbps=100, leaf_size=4, **network), collective)
+    beside = [
+        template
+        for template in small.templates
+        if any(beside_root(small.sample, template, entry) for entry in template.entries)
+    ]
+    assert beside
+    listed = topoplan.verify(small.listed())
+    assert listed.exact_rate == verify_by_kind(small).exact_rate
+    twice = replace(
+        small,
+        templates=tuple(
+            replace(one, entries=(*one.entries, one.entries[0])) if one in beside else one
+            for one in small.templates
+        ),
+    )
+    with pytest.raises(PlanError, match="has two entries"):
+        verify_by_kind(twice)
 
 
 def test_the_listed_planner_is_not_faster() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -169,41 +170,50 @@ class KindStars:
         entries: list[int] = []
         join = _NOTHING
         flat = self.stands(root, centre, ())
-        others: dict[tuple[int, int], list[int]] = {}
+        home, middle = self.sample.leaf_of(root), self.sample.leaf_of(centre)
+        others: dict[tuple[int, int], list[tuple[int, _Join]]] = {}
         for server, count in flat.items():
             if server in (root, centre):
                 continue
             leaf = self.sample.leaf_of(server)
-            if leaf in (self.sample.leaf_of(root), self.sample.leaf_of(centre)):
-                ways = [self.joined(costs, rank, server)]
-                if leaf == self.sample.leaf_of(root) and centre != root:
-                    ways.append(self.joined(costs, gateway, server))
-                join += min(ways, key=lambda way: way.cost).times(count)
+            ways = [self.joined(costs, sender, server) for sender in self._senders(leaf, home, rank, gateway)]
+            direct = min(ways, key=lambda way: way.cost).times(count)
+            if leaf == middle:
+                join += direct
             else:
-                others.setdefault(leaf, []).append(server)
-        for servers in others.values():
+                others.setdefault(leaf, []).append((server, direct))
+        for leaf, joins in others.items():
+            servers = [server for server, _ in joins]
             entry = None
             best = _NOTHING
-            for server in servers:
-                best += self.joined(costs, rank, server).times(flat[server])
-            leaves = self.cells[self.places[servers[0]].cell].leaves
+            for _, direct in joins:
+                best += direct
+            senders = self._senders(leaf, home, rank, gateway)
+            leaves = 1 if leaf == home else self.cells[self.places[servers[0]].cell].leaves
             if len(servers) > 1 or any(flat[server] > leaves for server in servers):
                 for one in servers:
                     if entry_allowed(self.sample, root, centre, one):
-                        entered = self._entered(costs, rank, root, centre, one)
+                        entered = self._entered(costs, senders, root, centre, one)
                         if entered.cost < best.cost:
                             best, entry = entered, one
             join += best
             entries += [] if entry is None else [entry]
         return None if join.cost >= UNREACHABLE else _Star(root, centre, tuple(entries), join)
 
-    def _entered(self, costs: _Costs, rank: int, root: int, centre: int, entry: int) -> _Join:
+    def _senders(
+        self, leaf: tuple[int, int], home: tuple[int, int], rank: int, gateway: int
+    ) -> tuple[int, ...]:
+        """Return the ranks that may send to a leaf: the centre's, and the root's gateway to its own leaf."""
+        return (rank, gateway) if leaf == home and gateway != rank else (rank,)
+
+    def _entered(self, costs: _Costs, senders: Sequence[int], root: int, centre: int, entry: int) -> _Join:
         """Return the cheapest way to a leaf through one server, which sends to the others of the leaf."""
         counts = self.stands(root, centre, (entry,))
         leaf = self.sample.leaf_of(entry)
-        rest = [server for server in counts if server != entry and self.sample.leaf_of(server) == leaf]
+        marked = (entry, root, centre)
+        rest = [server for server in counts if server not in marked and self.sample.leaf_of(server) == leaf]
         ways = []
-        for local in self.members[entry]:
+        for rank, local in product(senders, self.members[entry]):
             cost = int(costs.near[rank, local] + costs.inside[local])
             way = _Join(cost, ((rank, local),), (local,)).times(counts[entry])
             for server in rest:
