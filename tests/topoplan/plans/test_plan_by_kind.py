@@ -96,6 +96,12 @@ def test_known_optima_of_one_switch(servers: int, collective: str, rate: Fractio
     assert len(plan.to_json()) < 200_000
 
 
+def test_counts_without_a_common_divisor_need_no_more_trees() -> None:
+    many = cluster_by_kind([Server("dgx-h100", count=6249), Server("dgx-a100", count=6251)], nic_gbps=400)
+    plan = plan_by_kind(many, "all_gather")
+    assert (plan.gap, plan.num_trees) == (0, 100_000)
+
+
 def test_oversubscribed_leaves_are_entered_once() -> None:
     # 40 leaves of 16 servers with 16 x 8 x 50 GB/s below and an eighth of it above: data of 39 leaves enters each leaf.
     many = cluster_by_kind(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -84,7 +85,10 @@ class _Costs:
 
 
 class KindStars:
-    """Searches for the cheapest tree between servers, from each rank of one server of each cell."""
+    """Searches for the cheapest tree between servers, from each rank of one server of each cell.
+
+    ``most_images`` limits the images of a tree, None for any number; ``left_out`` says whether that ruled out a tree.
+    """
 
     def __init__(self, sample: ClusterSample, servers: FabricServers) -> None:
         self.sample = sample
@@ -93,6 +97,8 @@ class KindStars:
         self.home: list[int] = servers.of_rank.tolist()
         self._at = {place: number for number, place in enumerate(self.places)}
         self._stands: dict[tuple[int, int, tuple[int, ...]], dict[int, int]] = {}
+        self.most_images: int | None = None
+        self.left_out = False
 
     def at(self, cell: int, leaf: int, position: int) -> int:
         """Return the server of the sample at a place."""
@@ -106,8 +112,20 @@ class KindStars:
             )
         return self._stands[key]
 
+    def _few(self, root: int, centre: int, entries: Sequence[int]) -> bool:
+        """Return whether trees with these roles have at most ``most_images`` images."""
+        if self.most_images is None:
+            return True
+        servers = self.cells[self.places[root].cell].servers
+        few = servers * needed_shifts(self.sample, root, centre, entries) <= self.most_images
+        self.left_out = self.left_out or not few
+        return few
+
     def centres(self, root: int) -> Iterator[int]:
         """Yield a server of the sample for every relation of a centre to the root, the root itself first."""
+        return (centre for centre in self._centres(root) if self._few(root, centre, ()))
+
+    def _centres(self, root: int) -> Iterator[int]:
         yield root
         here = self.places[root]
         home = self.cells[here.cell]
@@ -192,7 +210,8 @@ class KindStars:
             leaves = 1 if leaf == home else self.cells[self.places[servers[0]].cell].leaves
             if len(servers) > 1 or any(flat[server] > leaves for server in servers):
                 for one in servers:
-                    if entry_allowed(self.sample, root, centre, one):
+                    allowed = entry_allowed(self.sample, root, centre, one)
+                    if allowed and self._few(root, centre, (*entries, one)):
                         entered = self._entered(costs, senders, root, centre, one)
                         if entered.cost < best.cost:
                             best, entry = entered, one
@@ -242,6 +261,18 @@ class KindPacking(KindProgram[_TemplateColumn]):
     def crossings(self) -> ClassCrossings:
         """The count of crossings of the rows."""
         return ClassCrossings(self.sample, self.fabric, self.rows)
+
+    def best_plan(self, root: int | None) -> PlanByKind:
+        """Return the plan of the best rate; if trees with as many images as servers reach it, one of these."""
+        self.stars.most_images = self.sample.cluster.servers
+        few: PlanByKind | None = None
+        with suppress(InfeasibleError):
+            few = super().best_plan(root)
+        if few is not None and (few.rate == few.bound or not self.stars.left_out):
+            return few
+        self.stars.most_images = None
+        more = super().best_plan(root)
+        return more.with_templates(few.templates) if few is not None and few.rate >= more.rate else more
 
     def templates(self, solution: Solution[_TemplateColumn]) -> tuple[KindTemplate, ...]:
         totals: dict[int, Fraction] = {}

@@ -146,6 +146,8 @@ class KindProgram(ABC, Generic[Column]):
             row = self.row_of_class[number]
             self.counts[row] += count
             self.limits[row] += capacity_of[number] * count
+        self.known: tuple[Column, ...] = ()
+        """Columns of the last solution of any height, with which the next one begins."""
         self.shared = collective in ("allgather", "reduce_scatter", ALL_TO_ALL)
 
     @abstractmethod
@@ -401,7 +403,8 @@ class KindProgram(ABC, Generic[Column]):
             if proof.bound == lowest.rate:
                 return proof.bare.with_templates(self.templates(lowest))
         start = () if lowest is None else tuple(lowest.columns)
-        whole = self.solve(None, target, start)
+        whole = self.solve(None, target, tuple(dict.fromkeys([*start, *self.known])))
+        self.known = tuple(whole.columns)
         best = whole
         for height in self.heights(whole):
             try:
