@@ -404,7 +404,8 @@ def _has_islands(topology: Topology) -> bool:
     """Return whether NVLink joins some of the ranks, but leaves PCIe to join the others."""
     nvlink = Fabric(topology, ("nvlink",))
     ranks = set(range(nvlink.size))
-    return any(len(nvlink.reached_from(rank, forward=True) & ranks) > 1 for rank in ranks)
+    sending = sorted({src for src, _ in nvlink.ends} & ranks)
+    return any(len(nvlink.reached_from(rank, forward=True) & ranks) > 1 for rank in sending)
 
 
 def _check_helpers(topology: Topology) -> None:

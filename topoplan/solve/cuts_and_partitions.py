@@ -26,7 +26,7 @@ import numpy as np
 
 from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.fabric_structure import equitable_partition, labelled_graph_of
+from topoplan.machine.fabric_structure import equitable_partition, labelled_graph_of, orbits
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificates.certificate import Certificate, Cut, Lengths, OneFabric, Partition, Trivial
 from topoplan.plans.plan import Plan
@@ -302,16 +302,29 @@ def _gather_time(fabric: Fabric, side: set[int], forward: bool) -> Fraction:
 def weakest_partition(fabric: Fabric, capacity: Sequence[int]) -> list[set[int]]:
     """Return the partition of smallest cut(P) / (|P| - 1) on direct symmetric links, under symmetric capacities.
 
-    Dinkelbach's method, which starts with the partition into single ranks.
+    Dinkelbach's method, which starts with the partition into single ranks. If all ranks are equivalent and all links
+    equal, no set of ranks has fewer links out than one (Mader 1971): cut(P) is at least |P| / 2 times the links of
+    one, and the single ranks are the weakest.
     """
     weight = {(s, d): c for (s, d), c in zip(fabric.ends, capacity, strict=True) if s < d}
     parts = [{rank} for rank in range(fabric.size)]
+    if len(set(weight.values())) == 1 and _all_equivalent(fabric):
+        return parts
     while True:
         value = _strength(weight, parts)
         better = _cheapest_partition(fabric.size, weight, value)
         if len(better) < 2 or _strength(weight, better) >= value:
             return sorted(parts, key=min)
         parts = better
+
+
+def _all_equivalent(fabric: Fabric) -> bool:
+    """Return whether known automorphisms map every rank to every other; an equitable partition would not prove it."""
+    from topoplan.solve.symmetry.symmetry_search import find_symmetry
+
+    if len(equivalent_ranks(fabric)) > 1:
+        return False
+    return not orbits(len(fabric.nodes), find_symmetry(fabric))[: fabric.size].any()
 
 
 def _strength(weight: dict[tuple[int, int], int], parts: list[set[int]]) -> Fraction:
@@ -333,25 +346,34 @@ def _cheapest_partition(size: int, weight: dict[tuple[int, int], int], price: Fr
     """
     unit = price.denominator
     charge = 2 * price.numerator
+    neighbours: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+    for (a, b), c in weight.items():
+        neighbours[a].append((b, unit * c))
+        neighbours[b].append((a, unit * c))
+    # Of every vertex, its links to later ones than v.
+    later = [sum(c for _, c in each) for each in neighbours]
+    inner: list[tuple[int, int, int]] = []
     potential: list[int] = []
     parts: list[set[int]] = []
     for v in range(size):
         # S = {v} + the vertices on v's side. Vertex u < v pays its links to later vertices minus its potential.
         sink = v + 1
-        arcs = [(a, b, unit * c) for (a, b), c in weight.items() if a <= v and b <= v]
-        arcs += [(b, a, c) for a, b, c in arcs]
+        for u, c in neighbours[v]:
+            if u < v:
+                inner += [(u, v, c), (v, u, c)]
+                later[u] -= c
+                later[v] -= c
+        arcs = list(inner)
         constant = 0
         for u in range(v):
-            later = unit * sum(c for (a, b), c in weight.items() if (a == u and b > v) or (b == u and a > v))
-            pays = later - potential[u]
+            pays = later[u] - potential[u]
             if pays > 0:
                 arcs.append((u, sink, pays))
             elif pays < 0:
                 arcs.append((v, u, -pays))
                 constant += pays
-        own = unit * sum(c for (a, b), c in weight.items() if (a == v and b > v) or (b == v and a > v))
         network = FlowNetwork(v + 2, arcs)
-        potential.append(network.maximum(v, sink) + constant + own - charge)
+        potential.append(network.maximum(v, sink) + constant + later[v] - charge)
         tight = network.source_side() - {sink}
         for part in [part for part in parts if part & tight]:
             parts.remove(part)

@@ -41,6 +41,10 @@ STARTING_TURNS = 2
 """Choices of the ranks of an upper part."""
 
 
+FEW_ROOTS = 8
+"""Roots up to which hops are counted from each alone, without products of matrices."""
+
+
 def hop_counts(cost: NDArray[np.int64] | Costs, roots: NDArray[np.int64]) -> NDArray[np.int64]:
     """(roots, N) int64: fewest arcs from each root to every rank; N if no path exists.
 
@@ -49,12 +53,17 @@ def hop_counts(cost: NDArray[np.int64] | Costs, roots: NDArray[np.int64]) -> NDA
     [[0, 1, 2], [3, 0, 1]]
     """
     size = len(cost)
-    arcs = (cost < UNREACHABLE).astype(np.float64)
+    joined = cost < UNREACHABLE
+    arcs = joined.astype(np.float64) if len(roots) > FEW_ROOTS else None
     found = np.full((len(roots), size), size, dtype=np.int64)
     found[np.arange(len(roots)), roots] = 0
     for step in range(1, size):
-        latest = (found == step - 1).astype(np.float64)
-        fresh = (blocked_product(latest[None], arcs[None])[0] > 0) & (found == size)
+        latest = found == step - 1
+        if arcs is None:
+            reached = np.array([joined[each].any(axis=0) for each in latest])
+        else:
+            reached = blocked_product(latest[None].astype(np.float64), arcs[None])[0] > 0
+        fresh = reached & (found == size)
         if not fresh.any():
             break
         found[fresh] = step
@@ -214,6 +223,9 @@ SEARCH_EFFORT = 4
 SMALL_SEARCH = 128
 """Most ranks for which trees start from the unlimited optimum and are perturbed."""
 
+BY_HOPS = -1
+"""The effort of trees that put every rank below the cheapest of the ranks nearer to the root, and search no further."""
+
 _MOVES_PER_PERTURBATION = 2
 _BATCH = 1 << 19
 
@@ -225,7 +237,7 @@ def low_arborescences(
 
     ``cost[u, v]`` of the arc from u to v is 0 or more, `UNREACHABLE` if it is missing; the diagonal is ignored. Trees
     cost less than 2^39. Paths from the root have at most ``height`` edges, 1 or more. Trees are perturbed ``effort``
-    times, 0 or more; the answer gets no dearer with more.
+    times, 0 or more, or are those of `BY_HOPS`; the answer gets no dearer with more.
 
     The roots are searched together. A root named several times is tried several times, and may give different trees.
     """
@@ -259,6 +271,8 @@ def _search(
     if height == 1:
         return np.repeat(roots[:, None], size, axis=1)
     _, first, which = np.unique(roots, return_index=True, return_inverse=True)
+    if effort == BY_HOPS and height > 2:
+        return trees_by_hops(cost, distance[first])[which]
     starts = _starts(cost, roots[first], distance[first], height)
     best = starts[0].copy()
     least = arc_costs(cost, best).sum(axis=1)

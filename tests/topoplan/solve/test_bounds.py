@@ -92,6 +92,15 @@ def test_the_allreduce_bound_is_the_weakest_partition(topology: Topology) -> Non
     assert isinstance(best_bound(nvlink(topology), "allreduce"), Partition)
 
 
+def test_a_regular_fabric_with_a_bridge_is_parted_there() -> None:
+    """Every rank has three equal links, but ranks are not equivalent: the halves are the weakest partition."""
+    half = [(0, 1), (0, 2), (1, 3), (1, 4), (2, 3), (2, 4), (3, 4)]
+    wires = {(f"gpu{a + side}", f"gpu{b + side}"): 10.0 for side in (0, 5) for a, b in half}
+    topology = machine(10, both_ways({**wires, ("gpu0", "gpu5"): 10.0}))
+    assert len(equivalent_ranks(nvlink(topology))) == 1
+    assert value(topology, "allreduce") == 10
+
+
 def test_each_kind_of_certificate_has_its_place() -> None:
     """Cuts for one-way collectives, a partition on direct wires, lengths behind a switch, nothing for one rank."""
     dgx_1v, dgx_2 = topoplan.load("dgx-1v"), topoplan.load("dgx-2")

@@ -217,3 +217,13 @@ def test_syccl_on_a800_and_h800(made: Topology, busbw: float) -> None:
     """4 NICs of 200 Gb/s for eight GPUs, and one of 400 Gb/s for each on rails: within 0.05 GB/s of what is stated."""
     size = len(made.gpus)
     assert proved(made, "allgather").rate * (size - 1) / size == pytest.approx(busbw, abs=0.05)
+
+
+@pytest.mark.parametrize("sides", [(15, 14), pytest.param((24, 24), marks=pytest.mark.thorough)])
+def test_tori_use_all_links_of_all_ranks(sides: tuple[int, int]) -> None:
+    size = sides[0] * sides[1]
+    torus = f"torus:{sides[0]},{sides[1]}@25"
+    gather, reduce = (topoplan.plan(torus, collective) for collective in ("all_gather", "all_reduce"))
+    assert gather.rate == gather.bound == pytest.approx(100 * size / (size - 1), rel=1e-12)
+    assert reduce.rate == reduce.bound == pytest.approx(50 * size / (size - 1), rel=1e-12)
+    assert gather.height == sum(side // 2 for side in sides)

@@ -379,8 +379,10 @@ class Partition(OneFabric):
     def _part_of(self, fabric: Fabric) -> list[int]:
         """Return the number of the part of every node."""
         part_of: dict[int, int] = {}
+        node_set((name for part in self.parts for name in part), fabric)
+        position = {name: node for node, name in enumerate(fabric.nodes)}
         for number, part in enumerate(self.parts):
-            for node in sorted(node_set(part, fabric)):
+            for node in sorted({position[name] for name in part if name in position}):
                 if node in part_of:
                     raise PlanError(f"device {fabric.nodes[node]} stands in two parts of the partition")
                 part_of[node] = number

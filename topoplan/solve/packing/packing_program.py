@@ -326,9 +326,10 @@ class Pricing:
         """Efforts worth trying in turn: a longer search pays only if the quick answer is not better."""
         if self.height is None or self.height == 1 or has_exact_tables(self.packing.fabric):
             return (0,)
-        from topoplan.solve.hop_constrained_search import SEARCH_EFFORT
+        from topoplan.solve.hop_constrained_search import BY_HOPS, SEARCH_EFFORT, SMALL_SEARCH
 
-        return (0, SEARCH_EFFORT)
+        sparse = self.height > 2 and self.packing.fabric.size > SMALL_SEARCH
+        return (BY_HOPS, 0, SEARCH_EFFORT) if sparse else (0, SEARCH_EFFORT)
 
     def cheapest(self, lengths: Sequence[int], effort: int = 0) -> dict[int, TreeColumn]:
         """Return a cheap column of every root that has one, by the place of the root among `Packing.roots`.
