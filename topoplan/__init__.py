@@ -33,9 +33,9 @@ if TYPE_CHECKING:
         TopoplanError,
         UsageError,
     )
+    from topoplan.machine.cables import Cable
     from topoplan.machine.cluster import cluster, cluster_by_kind, nvswitch_cluster
     from topoplan.machine.cluster_by_kind import ClusterByKind
-    from topoplan.machine.cables import Cable
     from topoplan.machine.cluster_network import Server
     from topoplan.machine.topology import Device, Link, Topology
     from topoplan.machine.variants import slow_links, without_devices, without_gpus, without_links

@@ -20,8 +20,16 @@ from typing import NamedTuple
 from topoplan.errors import UsageError
 from topoplan.machine.cluster_network import MOST_NICS, Server, check_count
 from topoplan.machine.nic_wiring import NicPort, machine_nics
-from topoplan.machine.topology import FASTEST, SLOWEST, Device, Link, Topology, format_value, is_number
-from topoplan.machine.topology import without_named
+from topoplan.machine.topology import (
+    FASTEST,
+    SLOWEST,
+    Device,
+    Link,
+    Topology,
+    format_value,
+    is_number,
+    without_named,
+)
 from topoplan.machine.transport import Transport
 from topoplan.machine.variants import SIDES
 from topoplan.units import gigabytes_from_gigabits, listed
@@ -76,7 +84,9 @@ class Cable:
                     "s0:p0"
                 )
         if self.servers[0] == self.servers[1]:
-            raise UsageError(f"cable {self} must join two servers, got {self.servers[0]} twice; correct one end")
+            raise UsageError(
+                f"cable {self} must join two servers, got {self.servers[0]} twice; correct one end"
+            )
         _check_gbps(f"gbps of cable {self}", self.gbps)
         check_count(f"count of cable {self}", self.count, most=MOST_NICS)
 
@@ -134,8 +144,8 @@ class PluggedCables:
             for plug in plugs:
                 if plug not in ends:
                     raise UsageError(
-                        f"cable {cable}: port {plug.port} of {servers[plug.server][0]} is near no GPU of the allocation; "
-                        "add GPUs, leave the cable out, or use nic_access direct"
+                        f"cable {cable}: port {plug.port} of {servers[plug.server][0]} is near no GPU of the "
+                        "allocation; add GPUs, leave the cable out, or use nic_access direct"
                     )
             rate = carrier.rate(gigabytes_from_gigabits(cable.gbps)) * cable.count
             one, other = (ends[plug] for plug in plugs)
@@ -193,7 +203,8 @@ def plug_in(
                 "nics and nic_gbps do not go with cables, which state ports and rates; leave them out"
             )
         each += [
-            replace(server, name=server.name or f"s{len(each) + copy}", count=1) for copy in range(server.count)
+            replace(server, name=server.name or f"s{len(each) + copy}", count=1)
+            for copy in range(server.count)
         ]
     number = {server.name: place for place, server in enumerate(each)}
     ports: list[dict[str, Device]] = [{} for _ in each]
@@ -205,7 +216,8 @@ def plug_in(
             name, _, port = end.partition(":")
             if name not in number:
                 raise UsageError(
-                    f"cable {cable}: {name} is not a server of the cluster, which has {listed(list(number))}; correct it"
+                    f"cable {cable}: {name} is not a server of the cluster, which has "
+                    f"{listed(list(number))}; correct it"
                 )
             nic = _nic_of(each[number[name]].topology, name, port, cable)
             ports[number[name]][nic.name] = nic
@@ -219,7 +231,9 @@ def plug_in(
                     f"cable {cable} must have one rate, got {before.gbps:g} and {cable.gbps:g} Gb/s; leave one out"
                 )
             if there == far:
-                raise UsageError(f"cable {cable} must be named once, got it twice; cables side by side have a count")
+                raise UsageError(
+                    f"cable {cable} must be named once, got it twice; cables side by side have a count"
+                )
             raise UsageError(
                 f"port {each[plug.server].name}:{plug.port} must have one cable, got {before} and {cable}; correct one"
             )
@@ -247,7 +261,11 @@ def plug_in(
             ports[place] = {name: ports[place][name] for name in order if name in ports[place]}
         made.append(
             replace(
-                server, machine=machine, nics=nics, nic_gbps=widest if total is None else total, gbps_total=None
+                server,
+                machine=machine,
+                nics=nics,
+                nic_gbps=widest if total is None else total,
+                gbps_total=None,
             )
         )
     return made, PluggedCables(tuple(plugged), tuple(ports), frozenset(capped))
@@ -279,7 +297,7 @@ def _nic_of(machine: Topology, server: str, port: str, cable: Cable) -> Device:
 
 
 def _cabled_machine(server: Server, ports: Sequence[Device], total: float | None) -> tuple[Topology, int]:
-    """Return the machine of a server with the NICs of these ports alone, or with `ADAPTER` for all, and their number."""
+    """Return the machine of a server and its NICs: of these ports alone, or `ADAPTER` for all of them."""
     machine = server.topology
     known = set(machine_nics(machine))
     named = {port.name for port in ports}
@@ -288,7 +306,8 @@ def _cabled_machine(server: Server, ports: Sequence[Device], total: float | None
         new = tuple(port for port in ports if port.name not in known)
         return replace(made, devices=(*made.devices, *new)), len(ports)
     near = {
-        port: frozenset(link.dst for link in machine.links if link.src == port) for port in sorted(named & known)
+        port: frozenset(link.dst for link in machine.links if link.src == port)
+        for port in sorted(named & known)
     }
     if len(set(near.values())) > 1:
         raise UsageError(

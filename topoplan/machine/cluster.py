@@ -8,7 +8,7 @@ from functools import partial
 from typing import cast
 
 from topoplan.errors import UsageError
-from topoplan.machine.cables import Cable, PluggedCables, plug_in
+from topoplan.machine.cables import Cable, plug_in
 from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.cluster_network import (
     MOST_NICS,
@@ -134,7 +134,12 @@ def cluster(
     plugged = None
     carrier = transport_of(transport, memory_gbps)
     if network == "cables":
-        for key, value in (("nic_gbps", nic_gbps), ("nics", nics), ("helpers", helpers), ("memory_gbps", memory_gbps)):
+        for key, value in (
+            ("nic_gbps", nic_gbps),
+            ("nics", nics),
+            ("helpers", helpers),
+            ("memory_gbps", memory_gbps),
+        ):
             if value is not None:
                 raise UsageError(f"{key} does not go with the network cables, got {value!r}; leave it out")
         _network("switch", rails, oversubscription, leaf_size)

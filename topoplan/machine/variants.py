@@ -3,8 +3,8 @@
 Faults take out links, devices or GPUs, or slow links down, and leave a note on the topology. A wire is named by its
 two ends: ``gpu0-gpu3`` is both directions, ``gpu0->gpu3`` is one; both mean the links of all channels between the two.
 A NIC that has two sides, ``nic0.tx`` and ``nic0.rx``, is also known as ``nic0``. Two servers are the ends of all cables
-between them, ``s0-s1``; a port of one may be written as in a cluster file, ``s0:p0``, also by the name of its adapter or
-of a function, which is lost with its cable.
+between them, ``s0-s1``; a port of one may be written as in a cluster file, ``s0:p0``, also by the name of its adapter
+or of a function, which is lost with its cable.
 
 NVSwitch copies and adds from its third generation on (NVLink SHARP), which the library states under ``capable``. Plans
 use ``multicast`` and ``reduce``, which `with_in_network` sets.
@@ -324,7 +324,9 @@ def cables(topology: Topology) -> dict[str, frozenset[Ends]]:
             found[f"{one}-{other}"] = every
             continue
         for directions in wires.values():
-            src, dst = next((link.src, link.dst) for link in topology.links if (link.src, link.dst) in directions)
+            src, dst = next(
+                (link.src, link.dst) for link in topology.links if (link.src, link.dst) in directions
+            )
             found[f"{nic_name(src)}-{nic_name(dst)}"] = frozenset(directions)
     return found
 
