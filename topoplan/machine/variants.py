@@ -305,7 +305,7 @@ def cables(topology: Topology) -> dict[str, frozenset[Ends]]:
     """Return the cables between NICs of two servers by their names, as `find_links` takes them, with their links.
 
     A cable is both of its directions, and is named by its servers if it is the only one between them, else by its
-    ports. Links of which each joins the two servers in one direction only are one cable if there is no other.
+    ports. Links of which each joins the two servers in one direction only are one cable if they have no other.
     """
     home = {device.name: device.server for device in topology.devices if device.kind == "nic"}
     between: dict[tuple[str, ...], dict[frozenset[str], set[Ends]]] = {}

@@ -12,6 +12,7 @@ import pytest
 from scipy.optimize import linprog
 
 import topoplan
+from topoplan.cli.show import link_summary
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.topology import Device, Link, Topology
 from topoplan.machine.variants import cables
@@ -349,3 +350,7 @@ def test_a_file_of_cables_is_the_cluster_of_its_library_entry(tmp_path: Path) ->
     path.write_text(json.dumps(value))
     made, known = topoplan.load(path), topoplan.load("dgx-spark-x4")
     assert (made.devices, made.links) == (known.devices, known.links)
+
+
+def test_list_counts_the_cables_of_cabled_servers() -> None:
+    assert link_summary(topoplan.load("mac-tb5-x5")) == "10 network of 10 GB/s"
