@@ -85,7 +85,7 @@ def cluster(
         Most Gb/s of one connection through a NIC (clouds cap it); a fact of the NICs, from which plans derive how many
         connections they need. Rates and bounds are those of the wires. None for no cap.
     cables : sequence of Cable
-        For the network ``cables``, which has no ``nic_gbps``, ``nics``, ``helpers`` or ``memory_gbps``: at least one for
+        For the network ``cables``, which has no ``nic_gbps``, ``nics``, ``helpers`` or ``memory_gbps``: one or more for
         each server. Its transport is ``rdma`` unless ``tcp`` or ``dpdk`` is given, at the whole rate of the cables.
     gbps_total : float or None
         Most Gb/s that a server sends over all of its cables, and most that it receives; None for no cap.

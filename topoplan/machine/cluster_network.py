@@ -182,6 +182,11 @@ class ClusterNetwork:
     leaf_size: int | None = None
 
     def __post_init__(self) -> None:
+        if self.kind == "cables":
+            raise UsageError(
+                "a network of cables must list each of them; write them into a cluster file, or give topoplan.cluster "
+                "cables"
+            )
         if self.kind not in NETWORKS:
             raise UsageError(f"network {self.kind!r} is unknown; use one of {', '.join(NETWORKS)}")
         for name, kinds in _BELONGS.items():

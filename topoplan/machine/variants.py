@@ -360,9 +360,12 @@ def _no_device(topology: Topology, name: str) -> str:
 
 
 def _neighbours(topology: Topology, name: str) -> str:
-    known = _known({device.name for device in topology.devices}, name)
+    known = _ends_named(topology, name)
     near = dict.fromkeys(link.dst for link in topology.links if link.src in known)
     near |= dict.fromkeys(link.src for link in topology.links if link.dst in known)
+    if name in topology.servers and name not in known:
+        homes = (topology.device(end).server or end for end in near)
+        near = dict.fromkeys(home for home in homes if home != name)
     shown = [*list(near)[:8], *(["…"] if len(near) > 8 else [])]
     return f"{name} has links with {', '.join(shown)}" if near else f"{name} has no links"
 

@@ -354,3 +354,13 @@ def test_a_file_of_cables_is_the_cluster_of_its_library_entry(tmp_path: Path) ->
 
 def test_list_counts_the_cables_of_cabled_servers() -> None:
     assert link_summary(topoplan.load("mac-tb5-x5")) == "10 network of 10 GB/s"
+
+
+def test_a_cable_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    machine = topoplan.load("mac-tb5-ring-x4")
+    with pytest.raises(UsageError, match="link s0-s2 does not exist: s0 has links with s1, s3"):
+        machine.remove_links(["s0-s2"])
+    with pytest.raises(UsageError, match="has no device 's9'"):
+        machine.remove_links(["s0-s9"])
+    with pytest.raises(UsageError, match="must list each of them"):
+        topoplan.cluster_by_kind([topoplan.Server("dgx-spark", count=2)], nic_gbps=200, network="cables")
