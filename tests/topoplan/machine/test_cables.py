@@ -364,3 +364,18 @@ def test_a_cable_that_does_not_exist_is_refused_with_those_that_do() -> None:
         machine.remove_links(["s0-s9"])
     with pytest.raises(UsageError, match="must list each of them"):
         topoplan.cluster_by_kind([topoplan.Server("dgx-spark", count=2)], nic_gbps=200, network="cables")
+
+
+@pytest.mark.parametrize(
+    ("name", "lost", "rate"),
+    [
+        ("mi60-hive-x4", "gpu0-gpu1", 46),
+        ("rtx3090-bridges-x4", "gpu0-gpu1", 25),
+        ("rtx3090-bridges-x4", "gpu3-cpu0", 25),
+        ("a100-pcie-bridges-x8", "gpu4-gpu5", 18),
+        ("a100-pcie-bridges-x8", "gpu0-cpu0", 18),
+    ],
+)
+def test_a_box_without_one_link_has_the_known_optimum(name: str, lost: str, rate: float) -> None:
+    made = topoplan.plan(topoplan.load(name).remove_links([lost]))
+    assert made.rate == made.bound == pytest.approx(rate)
