@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         TopoplanError,
         UsageError,
     )
+    from topoplan.machine.cables import Cable
     from topoplan.machine.cluster import cluster, cluster_by_kind, nvswitch_cluster
     from topoplan.machine.cluster_by_kind import ClusterByKind
     from topoplan.machine.cluster_network import Server
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "BackendError": "topoplan.errors",
+    "Cable": "topoplan.machine.cables",
     "ClusterByKind": "topoplan.machine.cluster_by_kind",
     "Device": "topoplan.machine.topology",
     "InfeasibleError": "topoplan.errors",
@@ -146,6 +148,7 @@ _RENAMED = {
 
 __all__ = [
     "BackendError",
+    "Cable",
     "ClusterByKind",
     "Device",
     "InfeasibleError",

@@ -27,7 +27,7 @@ from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.peers.membership_state import NO_PROGRESS, JoinRequest, RecoveryProgress
 from topoplan.errors import BackendError, InfeasibleError, TopoplanError, UsageError
 from topoplan.machine.topology import Topology
-from topoplan.machine.variants import find_links, slow_links, without_gpus, without_links
+from topoplan.machine.variants import cables, find_links, slow_links, without_gpus, without_links
 from topoplan.model.schedule_selection import plan_by_size, plan_like
 from topoplan.plans.plan import Plan, Plans
 from topoplan.plans.size_plans import SizePlans, parse_plan_file
@@ -116,16 +116,23 @@ class Membership:
         )
 
     def with_slow(self, links: Mapping[str, float]) -> Membership:
-        """Return the membership with these directed links (``gpu0->gpu3``) at these speeds."""
+        """Return the membership with these directed links (``gpu0->gpu3``) at these speeds.
+
+        A cable between two servers is one thing: both of its directions have the lower speed of either.
+        """
         machine = self.whole.topology
         said = {
             f"{src}->{dst}": speed
             for wire, speed in self.change.slow_links
             for src, dst in find_links(machine, wire)
         }
-        return replace(
-            self, change=replace(self.change, slow_links=tuple(sorted((said | dict(links)).items())))
-        )
+        speeds = said | dict(links)
+        for cable in cables(machine).values():
+            slow = [speeds[wire] for src, dst in cable if (wire := f"{src}->{dst}") in speeds]
+            for link in machine.links if slow else ():
+                if (link.src, link.dst) in cable and min(slow) <= link.bandwidth:
+                    speeds[f"{link.src}->{link.dst}"] = min(slow)
+        return replace(self, change=replace(self.change, slow_links=tuple(sorted(speeds.items()))))
 
     def plan(self) -> Plans:
         """Return the plan of `replan_for_change`, or the first one without a change; raises as `replan_for_change`."""

@@ -324,6 +324,27 @@ def test_all_ranks_plan_anew_for_links_that_are_gone_and_must_mean_the_same() ->
     assert others == [first, first]
 
 
+def test_four_ranks_lose_a_cable_and_send_nothing_over_it_from_then_on() -> None:
+    """Both of its directions are gone from the plan, which is that of the chain; sums are right over the others."""
+
+    def body(backend: TcpBackend, rank: int) -> object:
+        with Communicator(topoplan.plan("dgx-spark-x4"), backend) as comm:
+            before = comm.plan.rate, comm.all_reduce(np.full(64, rank + 1.0)).tolist()
+            comm.replan(without_links=["s1-s0"])
+            crossed = {
+                hop
+                for shard in comm.plan.shards
+                for stage in shard.stages
+                for edge in stage.edges
+                for hop in (frozenset(edge.route[i : i + 2]) for i in range(len(edge.route) - 1))
+            }
+            assert frozenset(("s0.p0", "s1.p1")) not in crossed
+            return *before, comm.plan.rate, comm.all_reduce(np.full(64, rank + 1.0)).tolist()
+
+    found = backends_in_threads(4, body)
+    assert found == [(pytest.approx(50 / 3), [10.0] * 64, 12.5, [10.0] * 64)] * 4
+
+
 def test_what_fewer_ranks_cannot_do_is_an_error_and_the_next_call_goes_on() -> None:
     """Blocks for three ranks are not divided among two; the root of a broadcast is gone."""
 

@@ -10,8 +10,12 @@ from collections.abc import Mapping
 import pytest
 from _pytest.mark.structures import ParameterSet
 
+from topoplan.machine.small_machines import SMALL_MACHINES
 from topoplan.machine.topology import Device, Link, Topology
 from topoplan.reading.load import library
+
+CABLED = tuple(name for name in SMALL_MACHINES if name.startswith(("dgx-spark", "mac-tb5")))
+"""Servers cabled to one another, and the servers of which they are made."""
 
 LARGEST = ("gb200-nvl72", "gb300-nvl72", "p5.48xlarge")
 
@@ -39,6 +43,10 @@ def tailed_triangle() -> Topology:
 
 
 def library_cases(*left_out: str) -> list[ParameterSet]:
-    """The machines of the library; the largest only in `make test-all`, the like of one of them in `make test-long`."""
+    """The servers of the library; the largest only in `make test-all`, the like of one of them in `make test-long`."""
     marks = {name: [pytest.mark.thorough] for name in LARGEST} | {"gb300-nvl72": [pytest.mark.slow]}
-    return [pytest.param(name, marks=marks.get(name, [])) for name in library() if name not in left_out]
+    return [
+        pytest.param(name, marks=marks.get(name, []))
+        for name in library()
+        if name not in (*left_out, *CABLED)
+    ]

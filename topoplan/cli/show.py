@@ -33,7 +33,7 @@ from topoplan.cli.output import (
 )
 from topoplan.cli.sources import read_machine
 from topoplan.machine.topology import ACCESS_FACTS, FACTS, Device, Link, Topology
-from topoplan.machine.variants import equivalent_servers, nic_name, representative_servers
+from topoplan.machine.variants import cables, equivalent_servers, nic_name, representative_servers
 from topoplan.operate.diagnosis import machine_warnings
 from topoplan.operate.plot.tree_layout import grow_forest
 from topoplan.reading.load import library, load
@@ -372,7 +372,7 @@ def _few_ranges(names: Sequence[str]) -> str:
 
 
 def link_summary(topology: Topology) -> str:
-    """Return how many links have which bandwidth, one direction counted.
+    """Return how many links have which bandwidth, one direction counted; of servers with cables, the cables alone.
 
     >>> import topoplan
     >>> link_summary(topoplan.load("dgx-1v"))
@@ -380,7 +380,10 @@ def link_summary(topology: Topology) -> str:
     """
     kinds: Counter[tuple[str, Fraction]] = Counter()
     seen = set()
+    cabled = frozenset().union(*cables(topology).values())
     for link in topology.links:
+        if cabled and link.channel == "network" and (link.src, link.dst) not in cabled:
+            continue
         src, dst = nic_name(link.src), nic_name(link.dst)
         if link.channel in ("nvlink", "c2c", "network") and (dst, src, link.channel) not in seen:
             seen.add((src, dst, link.channel))

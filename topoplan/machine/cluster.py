@@ -8,6 +8,7 @@ from functools import partial
 from typing import cast
 
 from topoplan.errors import UsageError
+from topoplan.machine.cables import Cable, plug_in
 from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.cluster_network import (
     MOST_NICS,
@@ -22,7 +23,7 @@ from topoplan.machine.cluster_network import (
 )
 from topoplan.machine.nic_wiring import NicPort, WiredServer, machine_nics, nic_machine, wire_server
 from topoplan.machine.topology import FASTEST, SLOWEST, Device, Link, Topology, check_memory, facts, is_number
-from topoplan.machine.transport import Transport, transport_of
+from topoplan.machine.transport import CABLED, Transport, transport_of
 from topoplan.units import counted
 
 MOST_HELPERS = 4096
@@ -43,9 +44,11 @@ def cluster(
     transport: str | None = None,
     memory_gbps: float | None = None,
     flow_gbps: float | None = None,
+    cables: Sequence[Cable] = (),
+    gbps_total: float | None = None,
     name: str = "",
 ) -> Topology:
-    """Join servers by a network.
+    """Join servers by a network of switches, or by cables to one another.
 
     Devices of server i are called ``s<i>.<name>``, and their ``server`` is ``s<i>``. Switches are devices of kind
     switch: ``switch0``, or ``rail<i>``, or ``leaf<i>``, and ``spine0``. GPU numbers run through all servers.
@@ -62,8 +65,8 @@ def cluster(
         ``"mlx5_0,mlx5_1"``, or ``"^mlx5_2"`` for all others (see `topoplan.machine.nic_wiring`). None takes the
         choice of NCCL, the nearest of each GPU, or one if the machine has none.
     network : str or SwitchTree
-        ``switch``, ``rail-optimised`` or ``fat-tree`` (see `topoplan.machine.cluster_network`), or a tree of named
-        switches.
+        ``switch``, ``rail-optimised`` or ``fat-tree`` (see `topoplan.machine.cluster_network`), ``cables`` (see
+        `topoplan.machine.cables`), or a tree of named switches.
     rails, oversubscription, leaf_size : number or None
         For the network kinds that have them.
     nic_access : str
@@ -81,6 +84,11 @@ def cluster(
     flow_gbps : float or None
         Most Gb/s of one connection through a NIC (clouds cap it); a fact of the NICs, from which plans derive how many
         connections they need. Rates and bounds are those of the wires. None for no cap.
+    cables : sequence of Cable
+        For the network ``cables``, which has no ``nic_gbps``, ``nics``, ``helpers`` or ``memory_gbps``: one or more for
+        each server. Its transport is ``rdma`` unless ``tcp`` or ``dpdk`` is given, at the whole rate of the cables.
+    gbps_total : float or None
+        Most Gb/s that a server sends over all of its cables, and most that it receives; None for no cap.
     name : str
         Made from the machines' names if empty.
 
@@ -112,7 +120,33 @@ def cluster(
     >>> pair = cluster([Server("dgx-1v", [0, 1, 2]), Server("dgx-1v", [3, 4, 5, 6, 7])], nic_gbps=40, nics=1)
     >>> pair.name, pair.gpus[2:5], topoplan.plan(pair, "allreduce").rate
     ('dgx-1v + dgx-1v', ('s0.gpu2', 's1.gpu3', 's1.gpu4'), 5.0)
+
+    Four DGX Sparks in a ring. A Spark moves 25 GB/s altogether, however many cables it has:
+
+    >>> ring = [topoplan.Cable(f"s{i}:p0", f"s{(i + 1) % 4}:p1", 200) for i in range(4)]
+    >>> sparks = cluster([Server("dgx-spark", count=4)], network="cables", cables=ring)
+    >>> round(topoplan.plan(sparks).rate, 3), topoplan.plan(sparks.remove_links(["s0-s1"])).rate
+    (16.667, 12.5)
     """
+    if not servers:
+        raise UsageError("a cluster needs at least one server")
+    name = name or _name(servers)
+    plugged = None
+    carrier = transport_of(transport, memory_gbps)
+    if network == "cables":
+        for key, value in (
+            ("nic_gbps", nic_gbps),
+            ("nics", nics),
+            ("helpers", helpers),
+            ("memory_gbps", memory_gbps),
+        ):
+            if value is not None:
+                raise UsageError(f"{key} does not go with the network cables, got {value!r}; leave it out")
+        _network("switch", rails, oversubscription, leaf_size)
+        servers, plugged = plug_in(servers, cables, gbps_total)
+        network, carrier = "switch", CABLED if transport in (None, "rdma") else carrier
+    elif cables or gbps_total is not None:
+        raise UsageError("cables and gbps_total belong to the network cables; set it, or leave them out")
     made = _wire(
         servers,
         nic_gbps=nic_gbps,
@@ -120,7 +154,7 @@ def cluster(
         network=_network(network, rails, oversubscription, leaf_size),
         nic_access=nic_access,
         helpers=helpers,
-        transport=transport,
+        carrier=carrier,
         memory_gbps=memory_gbps,
         flow_gbps=flow_gbps,
     )
@@ -139,9 +173,13 @@ def cluster(
         devices += own
         links += inner
         hosts.append((f"helper{number}", ports))
-    switches, wires = join_servers(made.network, hosts, nics=made.nics, latency=made.latency)
+    if plugged is None:
+        switches, wires = join_servers(made.network, hosts, nics=made.nics, latency=made.latency)
+    else:
+        assert carrier is not None, "cables have a transport"
+        switches, wires = plugged.join(hosts, carrier)
     return Topology(
-        (name or made.name) + (f" + {counted(helpers, 'helper')}" if helpers else ""),
+        name + (f" + {counted(helpers, 'helper')}" if helpers else ""),
         (*devices, *switches),
         (*links, *wires),
         made.notes,
@@ -175,7 +213,7 @@ def _wire(
     network: ClusterNetwork | SwitchTree,
     nic_access: str,
     helpers: int | None,
-    transport: str | None,
+    carrier: Transport | None,
     memory_gbps: float | None,
     flow_gbps: float | None,
 ) -> _WiredServers:
@@ -184,9 +222,10 @@ def _wire(
         check_count("nics", nics, most=MOST_NICS)
     check_count("helpers", helpers, most=MOST_HELPERS)
     check_flow(flow_gbps)
-    carrier = transport_of(transport, memory_gbps)
     if not servers:
         raise UsageError("a cluster needs at least one server")
+    if any(server.gbps_total is not None for server in servers):
+        raise UsageError("gbps_total of a server belongs to the network cables; set it, or leave it out")
     servers = _with_named_nics(servers, nics)
     wired: dict[Server, WiredServer] = {}
     for server in dict.fromkeys(server.kind for server in servers):
@@ -377,7 +416,7 @@ def cluster_by_kind(
         network=joined,
         nic_access=nic_access,
         helpers=None,
-        transport=transport,
+        carrier=transport_of(transport, memory_gbps),
         memory_gbps=memory_gbps,
         flow_gbps=flow_gbps,
     )

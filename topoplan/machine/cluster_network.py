@@ -59,6 +59,9 @@ class Server:
         Gb/s of one connection through a NIC; None takes the cluster's value.
     name : str
         Its name in the cluster; made from its number (``s0``) if empty.
+    gbps_total : float or None
+        Most Gb/s that it sends over all of its cables, and most that it receives; None takes the cluster's value. Only
+        networks of cables have it.
 
     Raises
     ------
@@ -80,6 +83,7 @@ class Server:
     served: Sequence[int] | None = None
     flow_gbps: float | None = None
     name: str = ""
+    gbps_total: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "machine", as_topology(self.machine))
@@ -178,6 +182,11 @@ class ClusterNetwork:
     leaf_size: int | None = None
 
     def __post_init__(self) -> None:
+        if self.kind == "cables":
+            raise UsageError(
+                "a network of cables must list each of them; write them into a cluster file, or give topoplan.cluster "
+                "cables"
+            )
         if self.kind not in NETWORKS:
             raise UsageError(f"network {self.kind!r} is unknown; use one of {', '.join(NETWORKS)}")
         for name, kinds in _BELONGS.items():

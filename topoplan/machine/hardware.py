@@ -109,6 +109,7 @@ _COMPUTE_CAPABILITY = (
     (r"B300|GB300", 103),
     (r"B100|B200|GB200", 100),
     (r"RTX 50\d\d|RTX PRO", 120),
+    (r"GB10\b", 121),
 )
 _AMD = (
     (r"MI50|MI60|Radeon VII", "gfx906", 60),

@@ -1,8 +1,7 @@
 """Generate the machines of the library, and write them to files.
 
-A box is GPUs joined by direct links or by an NVSwitch, with the PCIe side behind them. NVLink figures are nominal, PCIe
-and socket figures effective (see `topoplan.machine.hardware`). A NIC has its plug but no network, which is not part of
-one server. An AMD package holds two dies (GCDs), and each die is a GPU; there the channel names nvlink and pcie mean
+Boxes are those of `topoplan.machine.boxes`, and `topoplan.machine.small_machines` has the machines that people build
+themselves. An AMD package holds two dies (GCDs), and each die is a GPU; there the channel names nvlink and pcie mean
 the links between dies and the path to the CPU.
 
 A test checks that the files in ``topologies/`` equal the generated ones. To write them again::
@@ -13,11 +12,19 @@ A test checks that the files in ``topologies/`` equal the generated ones. To wri
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
+from topoplan.machine.boxes import (
+    PCIE_SOURCE,
+    SERVER,
+    HostSide,
+    direct_box,
+    hybrid_cube_mesh,
+    nvswitch_box,
+    switches,
+)
 from topoplan.machine.hardware import (
     A100,
     B200,
@@ -29,110 +36,10 @@ from topoplan.machine.hardware import (
     UNKNOWN,
     V100,
     GpuGeneration,
-    nvswitch_capable,
 )
-from topoplan.machine.host_topology import STRIPED, both_ways, cpus_of, host_links
-from topoplan.machine.topology import Device, Link, Topology, facts
-from topoplan.units import several
-
-SERVER = "s0"
-
-PCIE_SOURCE = (
-    "PCIe: effective, NCCL src/graph/topo.cc kvDictPciGen: x16 of generation 3, 4, 5 is 12, 24, 48 GB/s; "
-    "sockets: NCCL src/graph/topo.h"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class HostSide:
-    """Switches, CPUs and NICs of a box.
-
-    ``parents`` map child to parent; the roots are the CPUs. ``pcie`` and ``socket`` are in GB/s per direction, ``cpu``
-    and ``nic`` are models. ``gigabits`` is the Gb/s of each NIC if all machines of this name have the same, for
-    clusters of them.
-    """
-
-    parents: Mapping[str, str]
-    pcie: float
-    socket: float
-    cpu: str
-    nic: str = ""
-    gigabits: int | None = None
-
-    def devices(self) -> tuple[Device, ...]:
-        """Return switches, CPUs and NICs, in this order."""
-        switches = [Device(name, "pcie", SERVER) for name in self.parents if name.startswith("pcie")]
-        cpus = [Device(name, "cpu", SERVER, model=self.cpu) for name in cpus_of(self.parents)]
-        nics = [
-            Device(name, "nic", SERVER, model=self.nic, facts=facts(gigabits=self.gigabits))
-            for name in self.parents
-            if name.startswith("nic")
-        ]
-        return (*switches, *cpus, *nics)
-
-    def links(self) -> tuple[Link, ...]:
-        """Return their links and those of the GPUs to them."""
-        return host_links(self.parents, pcie=self.pcie, socket=self.socket)
-
-
-def switches(members: Sequence[Sequence[str]], *, cpus: int) -> dict[str, str]:
-    """Return the parents of a box with one PCIe switch for each group of members, divided evenly among the CPUs."""
-    parents: dict[str, str] = {}
-    for i, group in enumerate(members):
-        parents[f"pcie{i}"] = f"cpu{i * cpus // len(members)}"
-        parents |= dict.fromkeys(group, f"pcie{i}")
-    return parents
-
-
-def hybrid_cube_mesh(doubled: Sequence[tuple[int, int]] = ()) -> dict[tuple[int, int], int]:
-    """Return the NVLinks of each connected pair of a DGX-1's 8 GPUs; ``doubled`` pairs have two.
-
-    They are two quads, fully connected, and four links across.
-    """
-    quads = [(i + q, j + q) for q in (0, 4) for i in range(4) for j in range(i + 1, 4)]
-    return {pair: 1 + (pair in doubled) for pair in [*quads, *((i, i + 4) for i in range(4))]}
-
-
-def direct_box(
-    name: str,
-    host: HostSide,
-    *,
-    gpu: GpuGeneration,
-    gpus: int,
-    pairs: Mapping[tuple[int, int], int],
-    source: str,
-    notes: Sequence[str] = (),
-) -> Topology:
-    """Return a server whose GPUs are joined by direct links; ``pairs`` has the links of each connected pair.
-
-    An empty ``pairs`` makes a PCIe-only box. ``source`` is that of the figures.
-    """
-    wires = [
-        link
-        for (i, j), count in pairs.items()
-        for link in both_ways(f"gpu{i}", f"gpu{j}", "nvlink", several(count, gpu.nvlink), count=count)
-    ]
-    devices = (*(Device(f"gpu{i}", "gpu", SERVER, model=gpu.name) for i in range(gpus)), *host.devices())
-    return Topology(name, devices, (*wires, *host.links()), tuple(notes), source)
-
-
-def nvswitch_box(name: str, host: HostSide, *, gpu: GpuGeneration, gpus: int, source: str) -> Topology:
-    """Return a server whose GPUs have all NVLinks to NVSwitch chips, which one device ``nvswitch0`` represents."""
-    wires = [
-        link
-        for i in range(gpus)
-        for link in both_ways(
-            f"gpu{i}", "nvswitch0", "nvlink", several(gpu.links, gpu.nvlink), count=gpu.links
-        )
-    ]
-    every = [Device(f"gpu{i}", "gpu", SERVER, model=gpu.name) for i in range(gpus)]
-    devices = (
-        *every,
-        Device("nvswitch0", "nvswitch", SERVER, model="NVSwitch", capable=nvswitch_capable(every)),
-        *host.devices(),
-    )
-    return Topology(name, devices, (*wires, *host.links()), (STRIPED,), source)
-
+from topoplan.machine.host_topology import both_ways
+from topoplan.machine.small_machines import SMALL_MACHINES
+from topoplan.machine.topology import Device, Topology
 
 SKYLAKE = SOCKET["Skylake to Ice Lake"]
 
@@ -429,6 +336,7 @@ LIBRARY = {
     "p5.48xlarge": p5,
     "pcie-x8": pcie_x8,
     "v100x4": v100x4,
+    **SMALL_MACHINES,
 }
 """Generator of each machine of the library."""
 

@@ -77,6 +77,7 @@ FACTS = {
     "cpus": "logical CPUs of a NUMA node, such as 0-19,40-59",
     "family": "family number of a CPU",
     "flow_gigabits": "most Gb/s of one connection through a NIC, where the network caps it",
+    "functions": "names of the functions of a NIC's port, joined by commas",
     "gcn": "architecture of an AMD GPU, such as gfx90a",
     "gigabits": "speed of a NIC in Gb/s, as NICs are sold",
     "host": "host of a GPU, where its server is an NVLink domain of several",

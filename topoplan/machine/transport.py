@@ -79,6 +79,10 @@ TRANSPORTS: Mapping[str, Transport] = {
 }
 """The transports by name, with assumed figures."""
 
+CABLED = Transport("rdma", alpha=6.8e-6, share=1.0, copies=0, polling=0, lossless=False)
+"""RDMA over cables between servers without a switch, from memory of the host: 48 KB take 8.8 us at 25 GB/s, as
+ConnectX-7 NICs of DGX Sparks were measured (b12x issue 295). Cables state the rate that they carry."""
+
 
 def transport_of(name: str | None, memory_gbps: float | None) -> Transport | None:
     """Return the transport of a name, None for None; check it together with the memory that its copies may take."""

@@ -2,7 +2,9 @@
 
 Faults take out links, devices or GPUs, or slow links down, and leave a note on the topology. A wire is named by its
 two ends: ``gpu0-gpu3`` is both directions, ``gpu0->gpu3`` is one; both mean the links of all channels between the two.
-A NIC that has two sides, ``nic0.tx`` and ``nic0.rx``, is also known as ``nic0``.
+A NIC that has two sides, ``nic0.tx`` and ``nic0.rx``, is also known as ``nic0``. Two servers are the ends of all cables
+between them, ``s0-s1``; a port of one may be written as in a cluster file, ``s0:p0``, also by the name of its adapter
+or of a function, which is lost with its cable.
 
 NVSwitch copies and adds from its third generation on (NVLink SHARP), which the library states under ``capable``. Plans
 use ``multicast`` and ``reduce``, which `with_in_network` sets.
@@ -17,6 +19,7 @@ import difflib
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 
 from topoplan.errors import UsageError
 from topoplan.machine.topology import (
@@ -55,7 +58,13 @@ def equivalent_servers(topology: Topology) -> tuple[tuple[str, ...], ...]:
 
 
 def representative_servers(topology: Topology) -> Topology:
-    """Return the machine with the first server of each equivalence class and its switches up to two hops away."""
+    """Return the machine with the first server of each equivalence class and its switches up to two hops away.
+
+    A machine whose servers have links to each other, without a switch, keeps them all.
+    """
+    home = {device.name: device.server for device in topology.devices}
+    if any(home[link.src] and home[link.dst] not in ("", home[link.src]) for link in topology.links):
+        return topology
     shown = {group[0] for group in equivalent_servers(topology)} | {""}
     outside = {device.name for device in topology.devices if device.kind == "switch" and not device.server}
     kept = {device.name for device in topology.devices if device.server in shown} - outside
@@ -253,25 +262,73 @@ def find_links(topology: Topology, wire: str) -> frozenset[Ends]:
         splits = [(wire[:i], wire[i + 1 :]) for i in dashes]
     if not splits:
         raise UsageError(f"{wire!r} names no link; write its two ends, such as gpu0-gpu3 or gpu0->gpu3")
-    devices = {device.name for device in topology.devices}
-    pairs = [
-        (first, second) for first, second in splits if _known(devices, first) and _known(devices, second)
-    ]
+    known = {end: _ends_named(topology, end) for end in dict.fromkeys(chain(*splits))}
+    pairs = [pair for pair in splits if all(known[end] for end in pair)]
     if not pairs:
-        first, second = next(
-            (pair for pair in splits if any(_known(devices, end) for end in pair)), splits[0]
-        )
-        unknown = second if _known(devices, first) else first
-        raise UsageError(f"link {wire}: {_no_device(topology, unknown)}")
-    present = {(link.src, link.dst) for link in topology.links}
+        first, second = next((pair for pair in splits if any(known[end] for end in pair)), splits[0])
+        raise UsageError(f"link {wire}: {_no_device(topology, second if known[first] else first)}")
     found = set()
     for first, second in pairs:
-        forth = {(a, b) for a in _known(devices, first) for b in _known(devices, second)}
-        back = set() if "->" in wire else {(b, a) for a, b in forth}
-        found |= (forth | back) & present
+        for link in topology.links:
+            for one, other in ((first, second),) if "->" in wire else ((first, second), (second, first)):
+                if link.src in known[one] and link.dst in known[other]:
+                    found.add((link.src, link.dst))
     if not found:
         raise UsageError(f"link {wire} does not exist: {_neighbours(topology, pairs[0][0])}")
     return frozenset(found)
+
+
+def _ends_named(topology: Topology, end: str) -> frozenset[str]:
+    """Return the devices that the end of a wire names: a device, the sides of a NIC, a server's port, or a server's."""
+    found = _known({device.name for device in topology.devices}, end)
+    if found:
+        return frozenset(found)
+    if end in topology.servers:
+        return frozenset(device.name for device in topology.devices if device.server == end)
+    server, colon, port = end.partition(":")
+    return frozenset(
+        device.name
+        for device in topology.devices
+        if colon
+        and device.kind == "nic"
+        and device.server == server
+        and port
+        in (
+            _local(nic_name(device.name), server),
+            device.fact("adapter"),
+            *device.fact("functions").split(","),
+        )
+    )
+
+
+def cables(topology: Topology) -> dict[str, frozenset[Ends]]:
+    """Return the cables between NICs of two servers by their names, as `find_links` takes them, with their links.
+
+    A cable is both of its directions, and is named by its servers if it is the only one between them, else by its
+    ports. Links of which each joins the two servers in one direction only are one cable if they have no other.
+    """
+    home = {device.name: device.server for device in topology.devices if device.kind == "nic"}
+    between: dict[tuple[str, ...], dict[frozenset[str], set[Ends]]] = {}
+    for link in topology.links:
+        servers = tuple(sorted({home.get(link.src, ""), home.get(link.dst, "")}))
+        if len(servers) == 2 and all(servers):
+            ends = frozenset((nic_name(link.src), nic_name(link.dst)))
+            between.setdefault(servers, {}).setdefault(ends, set()).add((link.src, link.dst))
+    found: dict[str, frozenset[Ends]] = {}
+    for servers, wires in between.items():
+        every = frozenset(chain(*wires.values()))
+        ways = {home[src] for src, _ in every}
+        if len(wires) == 1 or (len(wires) == len(every) == len(ways) == 2):
+            first = next(link.src for link in topology.links if (link.src, link.dst) in every)
+            one, other = servers if home[first] == servers[0] else servers[::-1]
+            found[f"{one}-{other}"] = every
+            continue
+        for directions in wires.values():
+            src, dst = next(
+                (link.src, link.dst) for link in topology.links if (link.src, link.dst) in directions
+            )
+            found[f"{nic_name(src)}-{nic_name(dst)}"] = frozenset(directions)
+    return found
 
 
 def nic_name(device: str) -> str:
@@ -303,9 +360,12 @@ def _no_device(topology: Topology, name: str) -> str:
 
 
 def _neighbours(topology: Topology, name: str) -> str:
-    known = _known({device.name for device in topology.devices}, name)
+    known = _ends_named(topology, name)
     near = dict.fromkeys(link.dst for link in topology.links if link.src in known)
     near |= dict.fromkeys(link.src for link in topology.links if link.dst in known)
+    if name in topology.servers and name not in known:
+        homes = (topology.device(end).server or end for end in near)
+        near = dict.fromkeys(home for home in homes if home != name)
     shown = [*list(near)[:8], *(["…"] if len(near) > 8 else [])]
     return f"{name} has links with {', '.join(shown)}" if near else f"{name} has no links"
 

@@ -17,6 +17,7 @@ from functools import cache
 from typing import Literal, get_args
 
 from topoplan.machine.hardware import compute_capability
+from topoplan.machine.small_machines import SMALL_MACHINES
 from topoplan.machine.topology import Topology
 from topoplan.operate.compare.comparison import BANDWIDTH
 from topoplan.operate.compare.judged_log import ABOVE, JudgedRow, JudgedRun
@@ -311,7 +312,7 @@ def machine_for(ranks: Iterable[LoggedRank]) -> str:
 def _fitting(model: str, gpus: int) -> Iterator[Topology]:
     """Yield library machines with GPUs of a model's generation and as many of them, or more; the closest first."""
     sm, on_board = compute_capability(model), "PCIe" not in model
-    machines = [load(name) for name in library()] if sm else []
+    machines = [load(name) for name in library() if name not in SMALL_MACHINES] if sm else []
     fit = [
         machine
         for machine in machines

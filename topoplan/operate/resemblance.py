@@ -29,6 +29,7 @@ from topoplan.machine.hardware import (
     known_capability,
     nvlink_bandwidth,
 )
+from topoplan.machine.small_machines import SMALL_MACHINES
 from topoplan.machine.topology import Link, Topology
 from topoplan.operate.faults import SLOW, lower_median
 from topoplan.reading.load import library, library_path, load
@@ -195,7 +196,7 @@ def resemblance(server: Topology) -> Resemblance:
     """
     stated, generation = shape_of(server), generation_in(server)
     found: list[tuple[tuple[object, ...], Resemblance, float]] = []
-    for order, name in enumerate(library()):
+    for order, name in enumerate(_references()):
         if _gpus_listed(name) < len(stated.gpus):
             continue
         machine, other = _known(name)
@@ -237,6 +238,11 @@ def _gpus_listed(name: str) -> int:
     """Return the GPUs of a library machine from its text: most are too small to be parsed."""
     text = (library_path() / f"{name}.json").read_text(encoding="utf-8")
     return text.count('"kind": "gpu"')
+
+
+def _references() -> list[str]:
+    """Return the library's names without machines that people build: their shape is their owner's choice."""
+    return [name for name in library() if name not in SMALL_MACHINES]
 
 
 @lru_cache(maxsize=64)
@@ -403,7 +409,7 @@ def wire_of_model(server: Topology) -> float:
     """Return the GB/s of one NVLink of the library's machines of the GPUs' model; 0 if there is none, or several."""
     if not all(server.device(gpu).model for gpu in server.gpus):
         return 0.0
-    rates = {other.rate for machine, other in map(_known, library()) if _same_model(server, machine)}
+    rates = {other.rate for machine, other in map(_known, _references()) if _same_model(server, machine)}
     return rates.pop() if len(rates) == 1 else 0.0
 
 

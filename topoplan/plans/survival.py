@@ -149,12 +149,13 @@ def single_failures(fabric: Fabric) -> tuple[MachineFailure, ...]:
     """
     kinds = {device.name: device.kind for device in fabric.topology.devices}
     gpus = [MachineFailure("gpu", name) for name in fabric.ranks]
+    cable_of = {ends: name for name, every in variants.cables(fabric.topology).items() for ends in every}
     wires: dict[frozenset[str], str] = {}
     for link in fabric.links:
         one, other = variants.nic_name(link.src), variants.nic_name(link.dst)
         if one != other:
-            wires.setdefault(frozenset((one, other)), f"{one}-{other}")
-    links = [MachineFailure("link", wire) for wire in wires.values()]
+            wires.setdefault(frozenset((one, other)), cable_of.get((link.src, link.dst), f"{one}-{other}"))
+    links = [MachineFailure("link", wire) for wire in dict.fromkeys(wires.values())]
     rest = [variants.nic_name(name) for name in fabric.nodes[fabric.size :] if kinds[name] in LOSABLE_KINDS]
     return (*gpus, *links, *(MachineFailure("device", name) for name in dict.fromkeys(rest)))
 

@@ -11,7 +11,9 @@
 "topology.conf"`` in its network, the servers are the nodes of Slurm's topology.conf or topology.yaml: ``nodes``, such
 as ``"node[01-08]"``, lists the nodes of a server's kind, and a server without it takes the others. The keys of a
 server are those of `topoplan.Server`, and the keys of the network those of `topoplan.cluster`. All keys but
-``format``, ``servers``, ``machine``, ``network`` and ``nic_gbps`` are optional. Unknown keys are refused.
+``format``, ``servers``, ``machine``, ``network`` and ``nic_gbps`` are optional. Unknown keys are refused. The network
+``cables`` has no ``nic_gbps`` but ``"cables": [{"from": "s0:p0", "to": "s1:p1", "gbps": 200, "count": 1}]``, whose keys
+are those of `topoplan.Cable`.
 
 Regular networks are ``bcube:4,2``, ``torus:3,3``, ``fat-tree:4``; ``@10`` makes each port 10 GB/s. A host is one GPU
 with its network ports. Hosts are numbered by their digits, the first dimension in the highest place.
@@ -32,6 +34,7 @@ from itertools import product
 from typing import Any
 
 from topoplan.errors import TopologyError, UsageError
+from topoplan.machine.cables import Cable
 from topoplan.machine.cluster import cluster, cluster_by_kind
 from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.cluster_network import Server
@@ -175,6 +178,7 @@ _SERVER_KEYS = {
     "nics": _NICS,
     "nic_gbps": NUMBER,
     "flow_gbps": NUMBER,
+    "gbps_total": NUMBER,
     "nvlink_gbps": NUMBER,
     "pcie_gbps": NUMBER,
 }
@@ -192,7 +196,11 @@ _NETWORK_KEYS = {
     "transport": PRINTABLE,
     "memory_gbps": NUMBER,
     "flow_gbps": NUMBER,
+    "cables": LIST,
+    "gbps_total": NUMBER,
 }
+
+_CABLE_KEYS = {"from": PRINTABLE, "to": PRINTABLE, "gbps": NUMBER, "count": WHOLE}
 
 LoadMachine = Callable[[str, float | None, float | None], Topology]
 """Loads a machine by name or path, with the GB/s of one NVLink and one PCIe link, used if its text states none."""
@@ -215,19 +223,27 @@ def cluster_from_object(
 def by_kind_from_object(
     value: Mapping[str, object], load_machine: LoadMachine, load_tree: LoadTree | None = None
 ) -> ClusterByKind | None:
-    """Return the cluster that decoded JSON describes by its kinds; None if it has a ``tree`` or helpers."""
+    """Return the cluster that decoded JSON describes by its kinds; None if it has a ``tree``, helpers or cables."""
     entries, network, name = _checked_object(value)
-    if "tree" in network or "helpers" in network:
+    if {"tree", "helpers", "cables"} & set(network) or network.get("kind") == "cables":
         return None
     servers = _servers(entries, network, load_machine)
     return cluster_by_kind(servers, name=name, **_network_options(network))
 
 
 def _network_options(network: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **{key: field for key, field in network.items() if key != "kind"},
-        "network": network.get("kind", "switch"),
-    }
+    options = {key: field for key, field in network.items() if key != "kind"}
+    if "cables" in network:
+        options["cables"] = [_cable(item, f"cables[{place}]") for place, item in enumerate(network["cables"])]
+    return options | {"network": network.get("kind", "switch")}
+
+
+def _cable(item: object, where: str) -> Cable:
+    fields: Mapping[str, Any] = check_keys(item, _CABLE_KEYS, ("from", "to", "gbps"), where)
+    try:
+        return Cable(fields["from"], fields["to"], fields["gbps"], fields.get("count", 1))
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
 
 
 def _checked_object(
@@ -259,7 +275,7 @@ def _servers(
             raise TopologyError(
                 f"{where}: nodes belong to a network with a tree; give it, or a count of servers"
             )
-        if "nic_gbps" not in fields and "nic_gbps" not in network:
+        if "nic_gbps" not in fields and "nic_gbps" not in network and network.get("kind") != "cables":
             raise TopologyError(
                 f"neither network nor {where} has 'nic_gbps'; give the speed of a NIC in Gb/s"
             )
@@ -321,6 +337,11 @@ def _server(fields: Mapping[str, Any], load_machine: LoadMachine) -> Server:
     gpus = fields.get("gpus")
     chosen = parse_gpu_list(gpus) if isinstance(gpus, str) else gpus
     server = Server(
-        machine, chosen, fields.get("nics"), fields.get("nic_gbps"), flow_gbps=fields.get("flow_gbps")
+        machine,
+        chosen,
+        fields.get("nics"),
+        fields.get("nic_gbps"),
+        flow_gbps=fields.get("flow_gbps"),
+        gbps_total=fields.get("gbps_total"),
     )
     return replace(server, count=fields.get("count", 1))

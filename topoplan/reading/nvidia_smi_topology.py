@@ -19,7 +19,9 @@ generation that fits is taken:
 
 Reports that name GPUs: ``collect_env`` of torch and vLLM and ``nvidia-smi -L`` (``GPU 0: NVIDIA H100 80GB HBM3``),
 ``check_env`` of sglang (``GPU 0,1,2,3: NVIDIA GB200``), the table of plain ``nvidia-smi``, the product names of
-``nvidia-smi -q``, the table of ``nvidia-smi --query-gpu=index,name --format=csv``, and ``GPU type:`` of accelerate.
+``nvidia-smi -q``, the table of ``nvidia-smi --query-gpu=index,name --format=csv``, and ``GPU type:`` of accelerate. If
+none of them does, a model that stands anywhere in the text but in a comment, such as ``2 x H100 NVL``, holds for all
+GPUs, as long as no model of another generation stands there too.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from topoplan.machine.hardware import (
     V100,
     GpuGeneration,
     checked_rate,
+    compute_capability,
 )
 from topoplan.machine.host_topology import both_ways, cpus_of, host_links
 from topoplan.machine.routing import without_peer_access
@@ -64,6 +67,11 @@ _PRODUCT_NAME = re.compile(r"\s*Product Name\s*:\s*(\S.*)")
 _CSV_HEAD = re.compile(r"[a-z][a-z0-9_.]*(?: \[[^\],]*\])?(?:, ?[a-z][a-z0-9_.]*(?: \[[^\],]*\])?)*")
 _CSV_NAME = re.compile(r"(?:NVIDIA|Tesla|Quadro|GeForce|TITAN|GRID)\b.*")
 _ONE_TYPE = re.compile(r"\s*(?:-\s*)?GPU type:\s*(\S.*)")
+_MODEL = re.compile(
+    r"(?<![\w.-])(?:NVIDIA |Tesla |GeForce |HGX |DGX )*"
+    r"(?:(?:RTX (?:PRO )?\d{4}|H100|H200|H800|H20|A100|A800|V100|P100|B200|B300|GB10|GB200|GB300|GH200|L40S?|L20)\b)"
+    r"(?:[ -](?:NVL|PCIe|PCIE|SXM\d?|HGX|Ti|Ada|\d{2,3}GB|HBM\d\w?)\b)*"
+)
 
 
 def read_gpu_names(text: str) -> tuple[dict[int, str], str]:
@@ -101,7 +109,19 @@ def read_gpu_names(text: str) -> tuple[dict[int, str], str]:
                 fields = []
         for number in numbers:
             names.setdefault(int(number), name.strip())
-    return names, every
+    return names, every or ("" if names else _only_model(text))
+
+
+def _only_model(text: str) -> str:
+    """Return the model that stands in free text; nothing if there is none, or models of several generations."""
+    found = [
+        model[0]
+        for line in text.splitlines()
+        if len(line) <= _LONGEST_LINE and not line.lstrip().startswith("#")
+        for model in _MODEL.finditer(line)
+    ]
+    kinds = {compute_capability(model) for model in found}
+    return max(found, key=len) if len(kinds) == 1 and None not in kinds else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,3 +220,12 @@ def test_nobody_looks_unless_asked() -> None:
     with Communicator(topoplan.plan(DGX, gpus=[0, 1, 2])) as comm:
         comm.all_reduce([np.ones(1 << 19)] * 3)
         assert comm.slow_links == ()
+
+
+def test_a_cable_that_is_slow_in_one_direction_is_slow_in_both() -> None:
+    """The plan moves away from it, and is that of the machine with the slow cable."""
+    members = Membership(topoplan.plan("mac-tb5-x4"))
+    after = members.with_slow({"s0.tb0->s1.tb0": 1.0})
+    assert dict(after.change.slow_links) == {"s0.tb0->s1.tb0": 1.0, "s1.tb0->s0.tb0": 1.0}
+    assert after.plan().rate == topoplan.plan(topoplan.load("mac-tb5-x4").degrade_links({"s0-s1": 1.0})).rate
+    assert members.with_slow({"s0.gpu0->s0.tb0": 1.0}).change.slow_links == (("s0.gpu0->s0.tb0", 1.0),)

@@ -69,7 +69,6 @@ def test_the_verdict_is_first_and_a_screen_holds_all(run: Run, command: str, ver
         "recommend dgx-1v --jobs 1,1,1,1,1,1,1,1",
         "order dgx-h100 --servers 4 --nic-gbps 400 --mesh pp=2,dp=2,tp=8 --preset megatron",
         "check dgx-2 " + " ".join(f"--slow-link gpu{i}-nvswitch0=9" for i in range(12)),
-        "list",
     ],
     ids=lambda command: command.split()[0],
 )

@@ -21,6 +21,7 @@ from topoplan.machine.cluster_network import NETWORKS, Server
 from topoplan.machine.fabric import usable_fabric
 from topoplan.machine.host_topology import both_ways
 from topoplan.machine.nic_wiring import wire_server
+from topoplan.machine.small_machines import SMALL_MACHINES
 from topoplan.machine.topology import Device, Topology, facts
 from topoplan.machine.variants import equivalent_servers, representative_servers
 from topoplan.plans.structure import phases
@@ -29,7 +30,7 @@ from topoplan.reading.load import library
 V100S = topoplan.load("dgx-1v")
 A100S = topoplan.load("dgx-a100")
 PLAIN = topoplan.load("pcie-x8")
-WITH_NICS = [one for one in library() if one not in ("pcie-x8", "v100x4", *LARGEST)]
+WITH_NICS = [one for one in library() if one not in ("pcie-x8", "v100x4", *LARGEST, *SMALL_MACHINES)]
 
 
 @pytest.mark.parametrize("number", [2, 4])
@@ -197,7 +198,7 @@ def test_what_leaves_a_gpu_for_the_network_fits_into_its_pcie_slot(data: st.Data
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", library_cases("pcie-x8", "v100x4"))
+@pytest.mark.parametrize("name", library_cases("pcie-x8", "v100x4", *SMALL_MACHINES))
 def test_an_allocation_of_a_server_is_the_cluster_cut_down(name: str) -> None:
     """As long as a NIC serves one of its GPUs, building for an allocation and cutting down afterwards agree."""
     machine = topoplan.load(name)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.listings import MATRICES, each
+from tests.support.small_machines import CABLED
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Device, Link, Topology, facts
 from topoplan.machine.variants import without_links
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
-LIBRARY = tuple(name for name in library() if not name.endswith("nvl72"))
+LIBRARY = tuple(name for name in library() if not name.endswith("nvl72") and name not in CABLED)
 
 
 @dataclass(frozen=True)

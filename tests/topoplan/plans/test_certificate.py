@@ -23,6 +23,7 @@ from tests.support.small_fabrics import (
     routes,
     switched_machines,
 )
+from tests.support.small_machines import CABLED
 from topoplan import Plan, PlanError, Topology
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.certificates.certificate import (
@@ -326,7 +327,12 @@ def proved(plan: Plan, certificate: Certificate) -> tuple[Plan, float]:
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=() if one == "dgx-1v" else pytest.mark.thorough) for one in library()]
+    "name",
+    [
+        pytest.param(one, marks=() if one == "dgx-1v" else pytest.mark.thorough)
+        for one in library()
+        if one not in CABLED
+    ],
 )
 def test_the_sentence_gives_the_bound(name: str, collective: str) -> None:
     """On every library machine and its PCIe side, the stated figures give the plan's bound."""

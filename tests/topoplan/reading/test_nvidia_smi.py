@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import topoplan
 from tests.support.machine_links import bundles, wire_rates
 from tests.support.matrices import uniform_matrix as uniform
 from tests.support.refusals import refused
@@ -500,3 +501,30 @@ def test_the_slowest_of_several_generations_gives_the_rates() -> None:
     found = parse_nvidia_smi(uniform(2, "NV2") + listed)
     assert [found.device(gpu).model for gpu in found.gpus] == models
     assert wire_rates(found, "pcie") == {12.0}
+
+
+@pytest.mark.parametrize(
+    ("model", "links", "nvlink", "pcie"),
+    [
+        ("NVIDIA H100 NVL", 12, 300.0, 48.0),
+        ("NVIDIA H800", 8, 200.0, 48.0),
+        ("NVIDIA H20", 18, 450.0, 48.0),
+        ("NVIDIA A800-SXM4-80GB", 8, 200.0, 24.0),
+        ("NVIDIA B200", 18, 900.0, 48.0),
+        ("NVIDIA L40S", 0, 0.0, 24.0),
+        ("NVIDIA GB10", 0, 0.0, 48.0),
+    ],
+)
+def test_a_model_is_read_wherever_it_stands(model: str, links: int, nvlink: float, pcie: float) -> None:
+    """In a list of GPUs, in a line before or behind the matrix; not in a comment, and not beside another model."""
+    code = f"NV{links}" if links else "PIX"
+    matrix = f"\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \t{code}\t0-31\nGPU1\t{code}\t X \t0-31\n"
+    named = f"GPU 0: {model}\nGPU 1: {model}\n"
+    for text in (named + matrix, f"{matrix}\n2 x {model}, Ubuntu\n", f"box: {model}\n{matrix}"):
+        machine = topoplan.load(text)
+        assert {device.model for device in machine.devices if device.kind == "gpu"} == {model}
+        out = [link for link in machine.links if link.src == "gpu0"]
+        assert sum(link.bandwidth for link in out if link.channel == "nvlink") == nvlink
+        assert [link.bandwidth for link in out if link.channel == "pcie"] == [pcie]
+    for text in (f"# {model}\n{matrix}", f"{model} or V100\n{matrix}"):
+        assert {device.model for device in topoplan.load(text).devices if device.kind == "gpu"} == {""}
