@@ -29,7 +29,7 @@ from topoplan.machine.hardware import PCIE_X16, SOCKET, checked_rate
 from topoplan.machine.host_topology import both_ways, cpus_of, host_links, plain_bus_id
 from topoplan.machine.routing import has_peer_access, without_peer_access
 from topoplan.machine.topology import Device, Link, Topology, facts
-from topoplan.reading.load import ROCM_TITLES
+from topoplan.reading.registry import ROCM_TITLES
 from topoplan.reading.pcie_tree import CODES, PcieTree, infer_pcie_tree
 from topoplan.units import listed, several
 
