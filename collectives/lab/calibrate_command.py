@@ -448,7 +448,8 @@ def add_options(parser: OneLineParser) -> None:
     declare(
         parser,
         """
-        --results FILE  in place of a measurement: output of p2pBandwidthLatencyTest or nvbandwidth on TOPO (- for stdin)
+        --results FILE  in place of a measurement: output of p2pBandwidthLatencyTest or nvbandwidth on TOPO, or - for
+                        stdin
         --all           print every pair
         """,
     )

@@ -348,7 +348,7 @@ def add_machine(
         --socket-bandwidth RATE  between two CPU sockets in one direction, for nvidia-smi text and XML
         --cable-bandwidth RATE   one cable of a file of JACCL in one direction (default: 10GB/s, Thunderbolt 5)
         --merge TOPO2            another description of the machine: NVLinks are taken from TOPO2; PCIe, CPUs and NICs
-                                 from TOPO; or nvidia-smi topo -p2p or ibdev2netdev, for peer access and NICs that are up
+                                 from TOPO; or nvidia-smi topo -p2p or ibdev2netdev: peer access, NICs that are up
         """,
         nvlink_bandwidth=rate_option("nvlink", "GB/s"),
         pcie_bandwidth=rate_option("pcie", "GB/s"),

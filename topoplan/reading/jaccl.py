@@ -47,13 +47,15 @@ def parse_jaccl(text: str, *, cable_gbps: float | None = None) -> Topology:
     pairs = _cables(cells)
     notes = [_runs(cells)]
     if cable_gbps is None:
-        notes.append(f"a cable assumed {rate:g} GB/s in each direction (Thunderbolt 5); set --cable-bandwidth")
+        notes.append(
+            f"a cable assumed {rate:g} GB/s in each direction (Thunderbolt 5); set --cable-bandwidth"
+        )
     if hosts:
         notes.append(f"servers are the hosts in their order: {listed(hosts, noun='hosts')}")
     if doubled := [f"{i}-{j}" for (i, j), count in pairs.items() if count > 1]:
         notes.append(
-            f"ranks {listed(doubled, noun='pairs')} share several cables: device k of both cells must be the ends of one "
-            "cable, else JACCL hangs"
+            f"ranks {listed(doubled, noun='pairs')} share several cables: device k of both cells must be the ends of "
+            "one cable, else JACCL hangs"
         )
     return Topology(
         name="jaccl",
@@ -80,7 +82,9 @@ def _rows(value: object) -> tuple[list[list[object]], list[str]]:
                     f"host {place} of the hostfile needs an rdma row of devices, got "
                     f"{format_value(one.get('rdma'))}; without them JACCL has no cables to use"
                 )
-        hosts = [format_value(one.get("ssh", f"rank {place}")).strip("'\"") for place, one in enumerate(value)]
+        hosts = [
+            format_value(one.get("ssh", f"rank {place}")).strip("'\"") for place, one in enumerate(value)
+        ]
         value = [one["rdma"] for one in value]
     if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
         raise TopologyError(f"a file of JACCL must be an array of a row for each rank; {_WHOLE}")
@@ -103,7 +107,9 @@ def _cell(cell: object, rank: int, peer: int) -> tuple[str, ...]:
             f"cell [{rank}][{peer}] must be null, the name of a device or an array of names, got {format_value(cell)}"
         )
     if devices and rank == peer:
-        raise TopologyError(f"cell [{rank}][{rank}] must be null, got {format_value(cell)}: no rank is its own peer")
+        raise TopologyError(
+            f"cell [{rank}][{rank}] must be null, got {format_value(cell)}: no rank is its own peer"
+        )
     return tuple(str(device) for device in devices)
 
 
@@ -131,7 +137,9 @@ def _cables(cells: Sequence[Sequence[tuple[str, ...]]]) -> dict[tuple[int, int],
             if row[j]:
                 found[i, j] = len(row[j])
     if not found:
-        raise TopologyError("every cell is null: the file has no cable; name the devices towards each neighbour")
+        raise TopologyError(
+            "every cell is null: the file has no cable; name the devices towards each neighbour"
+        )
     return found
 
 
@@ -145,6 +153,6 @@ def _runs(cells: Sequence[Sequence[tuple[str, ...]]]) -> str:
     if kinds:
         return f"JACCL runs these cables as {' or as '.join(kinds)}"
     return warning(
-        "JACCL refuses these cables: they are neither a full mesh nor a ring in rank order with as many cables on every "
-        "side; a plan uses them all the same"
+        "JACCL refuses these cables: they are neither a full mesh nor a ring in rank order with as many cables on "
+        "every side; a plan uses them all the same"
     )

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"\xef\xbb\xbf": "utf-8-sig"}
 
+
 def load(
     source: TopologyLike,
     *,
@@ -184,7 +185,9 @@ def _read_machine(
 def _machine_of(form: Format, text: str, rates: Mapping[str, float | None], **extras: object) -> Topology:
     """Return the machine of a text of another format than ours; refuse rates that its parser does not take."""
     if not form.parser:
-        raise UsageError(f"it is the output of {form.printed_by}: {form.remedy}" if form.key not in SLURM else form.remedy)
+        raise UsageError(
+            f"it is the output of {form.printed_by}: {form.remedy}" if form.key not in SLURM else form.remedy
+        )
     _check_no_rates(
         {rate: value for rate, value in rates.items() if rate not in form.rates},
         f"the text of {form.printed_by}",

@@ -70,15 +70,17 @@ def parse_measured_rates(text: str) -> MeasuredRates:
     UsageError for another text, a table that is cut or has other cells than rates, and an output without a table of
     pairs.
 
-    >>> text = "Unidirectional P2P=Enabled Bandwidth (P2P Writes) Matrix (GB/s)\\n D\\\\D 0 1\\n 0 900 51.2\\n 1 2.6 901\\n"
-    >>> parse_measured_rates(text).push
+    >>> title = "Unidirectional P2P=Enabled Bandwidth (P2P Writes) Matrix (GB/s)\\n"
+    >>> parse_measured_rates(title + "  D\\\\D 0 1\\n  0 900 51.2\\n  1 2.6 901\\n").push
     {(0, 1): 51.2, (1, 0): 2.6}
     """
     form = form_of(text)
     if form == "p2pBandwidthLatencyTest":
         return _of_latency_test(text)
     if form not in MEASURED:
-        raise UsageError("the text is neither of p2pBandwidthLatencyTest nor of nvbandwidth; give the output of one")
+        raise UsageError(
+            "the text is neither of p2pBandwidthLatencyTest nor of nvbandwidth; give the output of one"
+        )
     try:
         tests = list(_json_tests(text) if form == "nvbandwidth.json" else _text_tests(text))
     except TopologyError as error:
@@ -157,7 +159,9 @@ def _table(
         raise UsageError(f"{what} must have a line of GPU numbers below it; {_WHOLE}")
     columns = [int(word) for word in head[1].split()]
     if columns != list(range(len(columns))) or len(columns) > MOST_GPUS:
-        raise UsageError(f"{what} must have columns 0, 1, … as its GPUs, got {head[1].strip()[:60]}; {_WHOLE}")
+        raise UsageError(
+            f"{what} must have columns 0, 1, … as its GPUs, got {head[1].strip()[:60]}; {_WHOLE}"
+        )
     start = next(place for place, line in enumerate(lines) if _HEAD.fullmatch(line)) + 1
     rows = []
     for line in lines[start : start + len(columns)]:
@@ -167,7 +171,8 @@ def _table(
         rows.append((int(match[1]), match[2].split()))
     if [number for number, _ in rows] != columns:
         raise UsageError(
-            f"{what} must have rows 0 to {len(columns) - 1}, got {listed((str(one) for one, _ in rows)) or 'none'}; {_WHOLE}"
+            f"{what} must have rows 0 to {len(columns) - 1}, got {listed(str(one) for one, _ in rows) or 'none'}; "
+            f"{_WHOLE}"
         )
     return _cells(what, [cells for _, cells in rows], diagonal=diagonal), len(columns)
 
@@ -185,18 +190,28 @@ def _cells(
         for j, cell in enumerate(row):
             found[i, j] = rate = None if cell == "N/A" else _number(cell)
             binary = "Connectivity" in what
-            wrong = rate is not None and not (
-                rate in (0, 1) if binary else (0 < rate < MOST_RATE)
-            )
+            wrong = rate is not None and not (rate in (0, 1) if binary else (0 < rate < MOST_RATE))
             if wrong or (rate is None and diagonal):
-                must = "0 or 1" if binary else "a rate above 0 GB/s" if diagonal else "a rate above 0 GB/s or N/A"
-                raise UsageError(f"{what}: row {i}, column {j} must be {must}, got {format_value(cell)}; {_WHOLE}")
+                must = (
+                    "0 or 1"
+                    if binary
+                    else "a rate above 0 GB/s"
+                    if diagonal
+                    else "a rate above 0 GB/s or N/A"
+                )
+                raise UsageError(
+                    f"{what}: row {i}, column {j} must be {must}, got {format_value(cell)}; {_WHOLE}"
+                )
     return found
 
 
 def _number(text: str) -> float:
     try:
-        return float(text) if re.fullmatch(r"[0-9]{1,12}(?:\.[0-9]{1,12})?(?:e[+-]?[0-9]{1,3})?", text) else math.nan
+        return (
+            float(text)
+            if re.fullmatch(r"[0-9]{1,12}(?:\.[0-9]{1,12})?(?:e[+-]?[0-9]{1,3})?", text)
+            else math.nan
+        )
     except ValueError:
         return math.nan
 
@@ -222,7 +237,8 @@ def _text_tests(text: str) -> Iterator[_Test]:
     for (place, name), (end, _) in zip(starts, [*starts[1:], (len(lines), "")], strict=True):
         section = lines[place + 1 : end]
         status = next(
-            (word for line in section for word in ("Waived", "Error") if line.lstrip().startswith(word)), "Passed"
+            (word for line in section for word in ("Waived", "Error") if line.lstrip().startswith(word)),
+            "Passed",
         )
         if not _TEST.fullmatch(name) or status != "Passed":
             yield _Test(name, status)
@@ -239,7 +255,11 @@ def _json_tests(text: str) -> Iterator[_Test]:
     root = value.get("nvbandwidth") if isinstance(value, dict) else None
     tests = root.get("testcases") if isinstance(root, dict) else None
     if not isinstance(root, dict) or not isinstance(tests, list):
-        error = f", which says {format_value(root['error'])}" if isinstance(root, dict) and "error" in root else ""
+        error = (
+            f", which says {format_value(root['error'])}"
+            if isinstance(root, dict) and "error" in root
+            else ""
+        )
         raise UsageError(f"the JSON must hold nvbandwidth.testcases{error}; {_WHOLE}")
     for place, one in enumerate(tests):
         if not isinstance(one, dict) or not isinstance(one.get("name"), str):
@@ -249,9 +269,9 @@ def _json_tests(text: str) -> Iterator[_Test]:
         if not _TEST.fullmatch(name) or matrix is None:
             yield _Test(name, "Error" if status == "Passed" and matrix is None else status)
             continue
-        rows = matrix if isinstance(matrix, list) else [None]
-        if not all(isinstance(row, list) for row in rows) or len(rows) > MOST_GPUS:
-            raise UsageError(f"{name}: bandwidth_matrix must be a list of rows; {_WHOLE}")
+        rows = [row for row in matrix if isinstance(row, list)] if isinstance(matrix, list) else []
+        if not isinstance(matrix, list) or len(rows) != len(matrix) or not 0 < len(rows) <= MOST_GPUS:
+            raise UsageError(f"{name}: bandwidth_matrix must be a list of 1 to {MOST_GPUS} rows; {_WHOLE}")
         cells = _cells(name, [[str(cell) for cell in row] for row in rows], diagonal=False)
         yield _Test(name, status, cells, len(rows))
 
@@ -261,7 +281,7 @@ def _of_nvbandwidth(tests: Sequence[_Test], busids: Mapping[int, str]) -> Measur
     found: dict[tuple[str, str], _Test] = {}
     for test in tests:
         match = _TEST.fullmatch(test.name)
-        if match and test.cells and any(_pairs(test.cells).values()):
+        if match and _pairs(test.cells):
             if (match[1], match[2]) in found:
                 raise UsageError(f"{test.name} stands twice; give one run of nvbandwidth")
             found[match[1], match[2]] = test
@@ -271,18 +291,23 @@ def _of_nvbandwidth(tests: Sequence[_Test], busids: Mapping[int, str]) -> Measur
             f"{listed(waived, noun='tests')} {'was' if len(waived) == 1 else 'were'} waived or failed: no GPU has peer "
             "access to another, or there is one GPU; p2pBandwidthLatencyTest measures copies through the host"
             if waived
-            else "it has none of a pair; run nvbandwidth -t device_to_device_memcpy_write_ce device_to_device_memcpy_read_ce"
+            else "it has none of a pair; run nvbandwidth -t device_to_device_memcpy_write_ce "
+            "device_to_device_memcpy_read_ce"
         )
         raise UsageError(f"nvbandwidth must hold a device_to_device_memcpy test that passed: {why}")
     engine = "ce" if any(key[1] == "ce" for key in found) else "sm"
     used = {key[0]: test for key, test in found.items() if key[1] == engine}
     if len({test.gpus for test in used.values()}) > 1:
-        raise UsageError(f"the tests are of {' and '.join(str(one.gpus) for one in used.values())} GPUs; {_WHOLE}")
+        raise UsageError(
+            f"the tests are of {' and '.join(str(one.gpus) for one in used.values())} GPUs; {_WHOLE}"
+        )
     gpus = next(iter(used.values())).gpus
     push = _pairs(used["write"].cells) if "write" in used else {}
     pull = _turned(_pairs(used["read"].cells)) if "read" in used else {}
     notes = []
-    missing = [f"gpu{i}>gpu{j}" for i in range(gpus) for j in range(gpus) if i != j and not {(i, j)} & {*push, *pull}]
+    missing = [
+        f"gpu{i}>gpu{j}" for i in range(gpus) for j in range(gpus) if i != j and not {(i, j)} & {*push, *pull}
+    ]
     if missing:
         notes.append(f"pairs without peer access, not measured: {listed(missing, noun='pairs')}")
     if waived:
@@ -293,7 +318,9 @@ def _of_nvbandwidth(tests: Sequence[_Test], busids: Mapping[int, str]) -> Measur
 
 
 _DEVICES = (
-    re.compile(r'(?:Device |")(\d{1,3}): [^\n"]{1,100}\(([0-9a-fA-F]{8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})\)'),
+    re.compile(
+        r'(?:Device |")(\d{1,3}): [^\n"]{1,100}\(([0-9a-fA-F]{8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})\)'
+    ),
     re.compile(
         r"Device: (\d{1,3}), .{1,100}?, pciBusID: ([0-9a-f]{1,2}), pciDeviceID: ([0-9a-f]{1,2}), "
         r"pciDomainID: ?([0-9a-f]{1,8})"

@@ -115,9 +115,7 @@ FORMATS = (
         "jaccl:parse_jaccl",
         ("cable_gbps",),
     ),
-    Format(
-        "jaccl", "JACCL's device file", re.compile(r"\A\[\s*\["), "jaccl:parse_jaccl", ("cable_gbps",)
-    ),
+    Format("jaccl", "JACCL's device file", re.compile(r"\A\[\s*\["), "jaccl:parse_jaccl", ("cable_gbps",)),
     Format("json", "topology JSON", re.compile(r"\A(?:\{|\[\s*[\[{])")),
     Format(
         "lstopo",
@@ -158,7 +156,9 @@ FORMATS = (
     Format(
         "nvidia-smi",
         "nvidia-smi topo -m",
-        _line(rf"[ \t#>|]{{0,40}}GPU[0-9]+(?:[ \t]{{1,20}}(?:X|{_CODES})){{0,40}}[ \t]{{1,20}}(?:{_CODES})\b"),
+        _line(
+            rf"[ \t#>|]{{0,40}}GPU[0-9]+(?:[ \t]{{1,20}}(?:X|{_CODES})){{0,40}}[ \t]{{1,20}}(?:{_CODES})\b"
+        ),
         "nvidia_smi_topology:parse_nvidia_smi",
         _HOST_RATES,
     ),
@@ -198,15 +198,24 @@ FORMATS = (
     Format(
         "lspci -vv",
         "lspci -vv",
-        _line(r"(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7] [A-Z][^:\n]{2,80}: "),
+        _line(r"(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7] [A-Z0-9][^:\n]{2,80}: "),
         "pci_listings:parse_lspci",
         ("socket_gbps",),
     ),
-    Format("rccl.csv", "rccl-tests -Z csv", _line(r"numCycle,|(?=[\w#,]*\bbusbw\b)(?i:[\w#]+,size,)"), remedy=_LOG),
+    Format(
+        "rccl.csv",
+        "rccl-tests -Z csv",
+        _line(r"numCycle,|(?=[\w#,]*\bbusbw\b)(?i:[\w#]+,size,)"),
+        remedy=_LOG,
+    ),
     Format("perf", "nccl-tests", _line(r"# (?:nThread \d|nccl-tests version|Collective test)"), remedy=_LOG),
     Format("debug", "NCCL_DEBUG=INFO", re.compile("NCCL INFO "), remedy=_LOG),
     Format(
-        "nvidia-smi", "nvidia-smi topo -m", re.compile(""), "nvidia_smi_topology:parse_nvidia_smi", _HOST_RATES
+        "nvidia-smi",
+        "nvidia-smi topo -m",
+        re.compile(""),
+        "nvidia_smi_topology:parse_nvidia_smi",
+        _HOST_RATES,
     ),
 )
 

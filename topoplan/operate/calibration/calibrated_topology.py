@@ -377,8 +377,11 @@ def calibrated(topology: Topology, measurement: Measurement, *, date: str) -> Ca
     >>> next(link for link in made.links if (link.src, link.dst) == ("gpu0", "gpu1"))
     Link(src='gpu0', dst='gpu1', channel='nvlink', bandwidth=24.0, count=1, latency=1e-05, push=None, pull=None)
     """
-    for ends in (*measurement.pairs, *measurement.rates):
-        for name in (ends.src, ends.dst):
+    ends = [(one.src, one.dst) for one in measurement.pairs] + [
+        (one.src, one.dst) for one in measurement.rates
+    ]
+    for pair_of_ends in ends:
+        for name in pair_of_ends:
             topology.device(name)
     routes = CopyRoutes(topology)
     fits = [fit_pair(one) for one in measurement.pairs if one.times or one.pulls] + [*measurement.rates]
@@ -414,11 +417,13 @@ def calibrated(topology: Topology, measurement: Measurement, *, date: str) -> Ca
     )
     notes = calibration_notes(topology, measurement, fits, copies, speeds)
     notes += tuple(MARK + note for note in _access_notes(fits, dead))
-    several = sum(pair.fit.rate_only and pair.route is not None and len(pair.route.links) > 1 for pair in pairs)
+    several = sum(
+        pair.fit.rate_only and pair.route is not None and len(pair.route.links) > 1 for pair in pairs
+    )
     if several:
         notes += (
-            f"{MARK}{several} of {len(pairs)} rates are of routes of several links: such a rate is that of the narrowest "
-            "link as stated, and the others are at least as fast",
+            f"{MARK}{several} of {len(pairs)} rates are of routes of several links: each is taken for the "
+            "narrowest link as stated, and the other links are at least as fast",
         )
     odd = [f"{pair.fit.name} {pair.odd}" for pair in pairs if pair.odd]
     if odd:

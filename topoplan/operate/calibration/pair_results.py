@@ -5,7 +5,8 @@ lines that begin with # are skipped. JSON is an object whose ``pairs`` each have
 with ``"one_way": true``, and in the output of `topoplan calibrate`, data ran from ``src`` to ``dst`` only. Ends are
 GPUs by name, or servers: of one end, or of several NICs, which the test then used all at once. ``failed`` in place of a
 number counts as 0. A matrix is of p2pBandwidthLatencyTest or nvbandwidth (`topoplan.reading.pair_matrices`), one way,
-its GPUs by number; `measured_rates` makes it a measurement for a calibration. A fourth value, ``together`` in JSON, is the round in which the test filled wide links with others.
+its GPUs by number; `measured_rates` makes it a measurement for a calibration. A fourth value, ``together`` in JSON, is
+the round in which the test filled wide links with others.
 
 Servers may have the names of their hosts (`unknown_hosts`, `rename_servers`).
 """
@@ -71,7 +72,9 @@ def parse_results(text: str) -> PairResults:
     if form_of(text) in MEASURED:
         rates = parse_measured_rates(text)
         ends = [(f"gpu{src}", f"gpu{dst}", rates.best((src, dst))) for src, dst in rates.pairs]
-        return PairResults(True, True, tuple(ResultLine(f"{src}>{dst}", src, dst, rate) for src, dst, rate in ends))
+        return PairResults(
+            True, True, tuple(ResultLine(f"{src}>{dst}", src, dst, rate) for src, dst, rate in ends)
+        )
     made = _from_json(text) if text.lstrip().startswith("{") else _from_csv(text)
     if not made.lines:
         raise UsageError("no results: the file has a head and no pair below it")
