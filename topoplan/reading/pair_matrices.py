@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.host_topology import plain_bus_id
@@ -234,7 +235,7 @@ class _Test:
 def _text_tests(text: str) -> Iterator[_Test]:
     lines = text.splitlines()
     starts = [(place, match[1]) for place, line in enumerate(lines) if (match := _RUNNING.fullmatch(line))]
-    for (place, name), (end, _) in zip(starts, [*starts[1:], (len(lines), "")], strict=True):
+    for (place, name), (end, _) in pairwise([*starts, (len(lines), "")]):
         section = lines[place + 1 : end]
         status = next(
             (word for line in section for word in ("Waived", "Error") if line.lstrip().startswith(word)),

@@ -205,7 +205,7 @@ FORMATS = (
     Format(
         "rccl.csv",
         "rccl-tests -Z csv",
-        _line(r"numCycle,|(?=[\w#,]*\bbusbw\b)(?i:[\w#]+,size,)"),
+        _line(r"(?i:\w{1,40}(?:,\w{1,40}){1,20},algbw,busbw,)"),
         remedy=_LOG,
     ),
     Format("perf", "nccl-tests", _line(r"# (?:nThread \d|nccl-tests version|Collective test)"), remedy=_LOG),
