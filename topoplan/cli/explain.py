@@ -54,12 +54,11 @@ from topoplan.operate.next_steps import (
     percent,
 )
 from topoplan.plans.plan import check_collective, collective_name
-from topoplan.reading.load import library
+from topoplan.reading.load import form_of, format_of, library
 from topoplan.reading.nccl.debug_log import NcclLog, parse_nccl_log, via_kind
 from topoplan.reading.nccl.job_reports import RasRank, RasReport, parse_ras
 from topoplan.reading.nccl.perf_json import parse_perf_runs
 from topoplan.reading.nccl.perf_text import PerfRun
-from topoplan.reading.registry import form_of, format_of
 from topoplan.schedules.nccl_tuning import COLLECTIVES, NcclExpectation, expectations, has, setting_of
 from topoplan.units import LABEL_COLUMNS, counted, format_size, labelled, number_ranges, rate_words
 
@@ -307,12 +306,14 @@ def run(options: argparse.Namespace) -> Answer:
     text = read_log(options.log)
     where = "stdin" if options.log == "-" else "the log" if "\n" in options.log else options.log
     if form_of(text) == "ras":
-        arguments.refuse_beside(options, "a report of RAS", dict.fromkeys(("topo", "gpus", "collective")))
+        if options.topo is not None:
+            raise UsageError("--machine does not go with a report of RAS; leave one of them out")
+        arguments.refuse_beside(options, "a report of RAS", dict.fromkeys(("gpus", "collective")))
         return _ras_answer(parse_ras(text), every=options.all)
     runs, spoken = parse_perf_runs(text), parse_nccl_log(text)
     if not runs and spoken is None:
         found = format_of(text)
-        what = f"is the output of {found.printed_by}, and " if found and found.pattern.pattern else ""
+        what = f"is the output of {found.printed_by}, and " if found and found.pattern else ""
         raise UsageError(
             f"{where} {what}holds no run of nccl-tests or topoplan bench and no line of NCCL_DEBUG=INFO; "
             "give their output"

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import topoplan
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.hardware import with_capable
 from topoplan.machine.routing import without_peer_access
 from topoplan.machine.topology import Topology, TopologyLike
-from topoplan.reading.registry import FORMATS_IN_WORDS, SLURM, UNNAMED, Format, form_of, format_of
+from topoplan.reading.registry import FORMATS, FORMATS_IN_WORDS, SLURM, UNNAMED, Format
 
 if TYPE_CHECKING:
     from topoplan.machine.cluster_by_kind import ClusterByKind
@@ -192,11 +194,30 @@ def _machine_of(form: Format, text: str, rates: Mapping[str, float | None], **ex
         {rate: value for rate, value in rates.items() if rate not in form.rates},
         f"the text of {form.printed_by}",
     )
-    return form.parse(
+    module, _, name = form.parser.partition(":")
+    parse = cast("Callable[..., Topology]", getattr(import_module(f"topoplan.reading.{module}"), name))
+    return parse(
         text,
         **{name: extras[name] for name in form.extras},
         **{rate: rates.get(rate) for rate in form.rates},
     )
+
+
+def format_of(text: str) -> Format | None:
+    """Return the format of a text; None if it is empty.
+
+    >>> found = format_of("rocep1s0f0 port 1 ==> enp1s0f0np0 (Up)")
+    >>> found.printed_by if found else ""
+    'ibdev2netdev'
+    """
+    text = text.lstrip("\ufeff \t\r\n")
+    return next(one for one in FORMATS if re.search(one.pattern, text)) if text else None
+
+
+def form_of(text: str) -> str:
+    """Return the key of a text's format; nothing for an empty text."""
+    found = format_of(text)
+    return found.key if found else ""
 
 
 def _addition(merge: TopologyLike) -> Callable[[Topology], Topology] | None:

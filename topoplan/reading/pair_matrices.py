@@ -22,7 +22,7 @@ from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.host_topology import plain_bus_id
 from topoplan.machine.topology import format_value
 from topoplan.machine.topology_json import decode_json
-from topoplan.reading.registry import form_of
+from topoplan.reading.load import form_of
 from topoplan.units import counted, listed
 
 Rates = Mapping[tuple[int, int], float]

@@ -1,7 +1,7 @@
 """Convert the PCIe trees that ``lspci`` and hwloc's ``lstopo`` print to a Topology, and apply ``ibdev2netdev``.
 
 ``lspci -vv`` states class, lanes, rates, NUMA node and the buses below each bridge: the chains of bridges above GPUs
-and NICs are those that the kernel shows the probe, so `probe_devices.kernel_tree` reads them. ``lspci -tv`` states
+and NICs are as the kernel shows them to the probe, so `probe_devices.kernel_tree` reads them. ``lspci -tv`` states
 names and the tree alone: rates are assumed. ``lstopo`` (XML of hwloc 2) states the present rate of each link in GB/s,
 encoding taken off, which is low while a GPU is idle; rates become those of NCCL, as everywhere here.
 
@@ -44,6 +44,9 @@ _GPU_CLASS = re.compile(
 )
 _SLOWEST_GPU = 8 * LANE[8.0]
 """GB/s below which a GPU's link is probably idle."""
+
+_LONGEST_NAME = 200
+"""Characters of the longest name of a device."""
 
 _NO_NVLINK = (
     "NVLink is not in this listing; add --merge with the output of nvidia-smi topo -m if there is any"
@@ -186,7 +189,7 @@ def _as_sysfs(one: _Listed) -> SysfsDevice:
 
 
 def _ends(devices: Mapping[str, _Listed], what: str) -> list[str]:
-    """Return GPUs and NICs by bus id; a TopologyError if there is no GPU."""
+    """Return GPUs and NICs by bus id; a TopologyError without a GPU."""
     ends = sorted((one.busid for one in devices.values() if one.kind != "other"), key=bus_id_order)
     if not any(devices[busid].kind == "gpu" for busid in ends):
         raise TopologyError(
@@ -198,6 +201,7 @@ def _ends(devices: Mapping[str, _Listed], what: str) -> list[str]:
 
 def _model(name: str) -> str:
     """Return the name in the last brackets of a device, such as ``H100 SXM5 80GB``, else all but its vendor."""
+    name = name[:_LONGEST_NAME]
     name = re.sub(r" \[[0-9a-f]{4}:[0-9a-f]{4}\]|\s*\(rev [0-9a-f]{2}\).*|\s*\(prog-if.*", "", name)
     inner = re.findall(r"\[([^\]]{2,60})\]", name.replace("[AMD/ATI]", ""))
     bare = re.sub(
@@ -261,7 +265,7 @@ def parse_lspci_tree(
     for number, line in enumerate(text.splitlines(), 1):
         if not re.match(r"[ |\t]*(?:-[+\[]|[+\\]-)", line):
             continue
-        _tree_line(devices, branches, number, line.rstrip())
+        _tree_line(devices, branches, number, line.rstrip()[:_LONGEST_LINE])
     ends = _ends(devices, "lspci -tv")
     kept = [one for busid in ends for one in _chain(devices, busid)]
     tree = []
@@ -335,6 +339,9 @@ def _named_kind(name: str) -> str:
         return "gpu"
     return "nic" if _NIC_NAME.search(name) else "other"
 
+
+_LONGEST_LINE = 2000
+"""Characters of the longest line of a tree."""
 
 MOST_DEPTH = 200
 """Deepest nesting of objects in hwloc's XML."""

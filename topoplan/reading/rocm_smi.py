@@ -222,9 +222,7 @@ def _amd_pairs(value: object, found: dict[str, dict[tuple[str, str], str]]) -> l
                     found.setdefault(table, {})[name, peer] = str(link[key]).upper()
     unknown = {end for cells in found.values() for pair in cells for end in pair} - set(gpus)
     if unknown:
-        raise TopologyError(
-            f"a link leads to {min(unknown)}, which is no GPU of the listing; give the whole one"
-        )
+        raise TopologyError(f"a link leads to {min(unknown)}, which the listing lacks; give the whole one")
     return gpus
 
 

@@ -27,7 +27,7 @@ from math import prod
 
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.named_nodes import DEEPEST, NodeNetwork
-from topoplan.reading.registry import form_of
+from topoplan.reading.load import form_of
 
 MOST_HOSTS = 65_536
 """Largest number of names in one list: more is a typing error."""

@@ -15,8 +15,7 @@ from tests.support.refusals import refused
 from topoplan.errors import TopologyError, TopoplanError, UsageError
 from topoplan.machine.named_nodes import NodeNetwork, cluster_of_nodes
 from topoplan.machine.topology import Device, Topology
-from topoplan.reading.load import load_network
-from topoplan.reading.registry import form_of
+from topoplan.reading.load import form_of, load_network
 from topoplan.reading.slurm import (
     AGGREGATED,
     LINK_SPEED,

@@ -34,11 +34,10 @@ from tests.support.tool_outputs import (
 )
 from topoplan.errors import TopologyError, TopoplanError, UsageError
 from topoplan.machine.topology import Topology
-from topoplan.reading.load import load
+from topoplan.reading.load import form_of, load
 from topoplan.reading.nccl.job_reports import parse_ras
 from topoplan.reading.nccl.perf_json import parse_perf_runs
 from topoplan.reading.pair_matrices import parse_measured_rates
-from topoplan.reading.registry import form_of
 
 
 @pytest.mark.parametrize("reader", tool_readers(), ids=lambda reader: reader.name)
@@ -303,7 +302,7 @@ def changed(text: str, change: Callable[[list[dict[str, list[dict[str, object]]]
     [
         (changed(AMD_SMI, lambda gpus: gpus[0]["links"].pop(1)), "row 0000:05:00.0 has no 0000:15:00.0"),
         (changed(AMD_SMI, lambda gpus: gpus[0]["links"][1].update(weight=30)), "must be symmetric"),
-        (changed(AMD_SMI, lambda gpus: gpus.pop()), "no GPU of the listing"),
+        (changed(AMD_SMI, lambda gpus: gpus.pop()), "which the listing lacks"),
         (ROCM_SMI.replace("Link type", "Link"), "link types are missing"),
         (AMD_SMI[:300], "not JSON"),
     ],

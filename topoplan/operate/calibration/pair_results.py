@@ -26,8 +26,8 @@ from topoplan.machine.topology import Topology, format_value
 from topoplan.operate.calibration.fit import HockneyLine, Measurement, PairFit
 from topoplan.operate.calibration.pair_tests import PairTest, PairTests, node_test
 from topoplan.operate.calibration.slow_links import MeasuredPair
+from topoplan.reading.load import form_of
 from topoplan.reading.pair_matrices import MEASURED, MeasuredRates, parse_measured_rates
-from topoplan.reading.registry import form_of
 from topoplan.units import counted
 
 HEADS = {"a,b,gb/s": False, "src,dst,gb/s": True}

@@ -206,7 +206,7 @@ class RasRank:
 
 @dataclass(frozen=True, slots=True)
 class RasCommunicator:
-    """A communicator of ``size`` ranks, those that answer first and then the missing ones."""
+    """A communicator of ``size`` ranks, first the ranks that answer, then the missing ones."""
 
     name: str
     size: int

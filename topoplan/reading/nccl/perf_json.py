@@ -39,7 +39,7 @@ def parse_perf_runs(text: str) -> tuple[PerfRun, ...]:
     if is_inspector(text):
         return parse_inspector(text)
     head = start.partition("\n")[0].strip()
-    if head.count(",") >= 8 and "busbw" in head.lower():
+    if not start.startswith(("{", "[")) and head.count(",") >= 8 and "busbw" in head.lower():
         return parse_perf_text(_rows_of_csv(text))
     if start.startswith("[") and '"busBw"' in text:
         # rccl-tests may put its rows into one list
