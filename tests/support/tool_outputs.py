@@ -11,6 +11,7 @@ from tests.support.text_readers import Reader, decoded, explained
 from topoplan.operate.calibration.calibrated_topology import calibrated
 from topoplan.operate.calibration.pair_results import measured_rates
 from topoplan.reading.load import load_text
+from topoplan.reading.nccl.perf_json import parse_perf_runs
 
 TOPO = """\
 \tGPU0\tGPU1\tNIC0\tNIC1\tCPU Affinity
@@ -327,6 +328,14 @@ def _beside(text: str) -> object:
     return topoplan.load(TOPO, merge=decoded(text) + "\n\n")
 
 
+def explained_logs() -> tuple[Reader, ...]:
+    """Return readers of logs that go through the whole of ``topoplan explain``."""
+    return (
+        Reader("rccl-tests CSV, explained", (RCCL_CSV,), explained("mi300x")),
+        Reader("Inspector, explained", (INSPECTOR,), explained("dgx-1v")),
+    )
+
+
 def tool_readers() -> tuple[Reader, ...]:
     machine = partial(Reader, read=lambda text: load_text(decoded(text), "file", "file"))
     return (
@@ -340,7 +349,7 @@ def tool_readers() -> tuple[Reader, ...]:
         machine("lstopo XML", (LSTOPO,)),
         machine("amd-smi and rocm-smi JSON", (AMD_SMI, ROCM_SMI)),
         machine("JACCL", (DEVICES, HOSTS)),
-        Reader("rccl-tests CSV", (RCCL_CSV,), explained("mi300x")),
-        Reader("Inspector", (INSPECTOR,), explained("dgx-1v")),
+        Reader("rccl-tests CSV", (RCCL_CSV,), lambda text: parse_perf_runs(decoded(text))),
+        Reader("Inspector", (INSPECTOR,), lambda text: parse_perf_runs(decoded(text))),
         Reader("RAS", (ras((7, 7, 5)),), explained()),
     )

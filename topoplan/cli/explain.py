@@ -305,7 +305,7 @@ def run(options: argparse.Namespace) -> Answer:
     collective = None if options.collective is None else check_collective(options.collective)
     text = read_log(options.log)
     where = "stdin" if options.log == "-" else "the log" if "\n" in options.log else options.log
-    if form_of(text) == "ras":
+    if text.lstrip().startswith("{") and form_of(text) == "ras":
         if options.topo is not None:
             raise UsageError("--machine does not go with a report of RAS; leave one of them out")
         arguments.refuse_beside(options, "a report of RAS", dict.fromkeys(("gpus", "collective")))

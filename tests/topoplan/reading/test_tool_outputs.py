@@ -27,6 +27,7 @@ from tests.support.tool_outputs import (
     READ,
     ROCM_SMI,
     TOPO,
+    explained_logs,
     nvbandwidth_json,
     ras,
     record,
@@ -46,6 +47,13 @@ def test_damaged_outputs_leave_no_traceback(reader: Reader, number: int) -> None
     """The same texts in every run; whole ones are taken."""
     for text in reader.texts:
         reader.read(text)
+    assert outcome(reader, range(number)).tracebacks == {}
+
+
+@pytest.mark.parametrize("reader", explained_logs(), ids=lambda reader: reader.name)
+@pytest.mark.parametrize("number", [10, pytest.param(200, marks=pytest.mark.thorough)])
+def test_damaged_logs_are_explained_or_refused(reader: Reader, number: int) -> None:
+    """What follows the parser stands what it let through."""
     assert outcome(reader, range(number)).tracebacks == {}
 
 
