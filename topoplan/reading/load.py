@@ -192,7 +192,8 @@ def _machine_of(form: Format, text: str, rates: Mapping[str, float | None], **ex
         )
     _check_no_rates(
         {rate: value for rate, value in rates.items() if rate not in form.rates},
-        f"the text of {form.printed_by}",
+        f"the output of {form.printed_by}",
+        "does not take these bandwidths",
     )
     module, _, name = form.parser.partition(":")
     parse = cast("Callable[..., Topology]", getattr(import_module(f"topoplan.reading.{module}"), name))
@@ -268,7 +269,9 @@ def load_network(source: str | os.PathLike[str], *, which: str = "") -> NodeNetw
         raise type(error)(f"{where}: {error}" if where else str(error)) from None
 
 
-def _check_no_rates(rates: Mapping[str, float | None], what: str) -> None:
+def _check_no_rates(
+    rates: Mapping[str, float | None], what: str, why: str = "states its own bandwidths"
+) -> None:
     """Refuse bandwidths that would have no effect."""
     given = [
         f"{rate} (--{rate.removesuffix('_gbps')}-bandwidth)"
@@ -276,7 +279,7 @@ def _check_no_rates(rates: Mapping[str, float | None], what: str) -> None:
         if value is not None
     ]
     if given:
-        raise UsageError(f"{what} states its own bandwidths; leave out {' and '.join(given)}")
+        raise UsageError(f"{what} {why}; leave out {' and '.join(given)}")
 
 
 def library() -> tuple[str, ...]:

@@ -173,6 +173,23 @@ def test_files_of_jaccl_that_state_no_cables_are_refused(text: str, says: str) -
         load(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "rates", "says"),
+    [
+        (TOPO, {"cable_gbps": 5}, "nvidia-smi topo -m does not take these bandwidths; leave out cable_gbps"),
+        (
+            LSPCI,
+            {"pcie_gbps": 5, "nvlink_gbps": 5},
+            "leave out nvlink_gbps (--nvlink-bandwidth) and pcie_gbps",
+        ),
+        (DEVICES, {"socket_gbps": 5}, "JACCL's device file does not take these bandwidths"),
+    ],
+)
+def test_rates_without_effect_are_refused(text: str, rates: dict[str, float], says: str) -> None:
+    with refused(UsageError, says):
+        load(text, **rates)  # type: ignore[arg-type]
+
+
 def test_directions_are_those_of_the_test_and_not_of_its_arrow() -> None:
     """A fetch of row 0 from column 1 carries data from 1 to 0; a store carries it from the row to the column."""
     rates = parse_measured_rates(NVBANDWIDTH)
@@ -359,5 +376,7 @@ def test_ras_names_missing_ranks_and_those_behind() -> None:
     assert (sound.faulty, list(sound.lagging())) == ((), [])
     with refused(UsageError, "not JSON"):
         parse_ras(ras((7, 7))[:-30])
+    with refused(UsageError, "must list a communicator, got none"):
+        parse_ras('{"communicators": []}')
     with refused(UsageError, "each of its 3 ranks once"):
         parse_ras(ras((7, 7)).replace('"rank": 1,', '"rank": 0,'))

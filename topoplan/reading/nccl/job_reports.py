@@ -241,6 +241,10 @@ def parse_ras(text: str) -> RasReport:
         if not isinstance(value, dict):
             raise UsageError(f"the report of RAS must be an object, got {format_value(value)}; {_WHOLE}")
         found = _items(value, "communicators", "the report")
+        if not found:
+            raise UsageError(
+                "the report of RAS must list a communicator, got none: no job of NCCL answered; ask while one runs"
+            )
         communicators = tuple(_communicator(one, place) for place, one in enumerate(found))
     except TopologyError as error:
         raise UsageError(f"{error}; {_WHOLE}") from None
