@@ -230,7 +230,7 @@ def _addition(merge: TopologyLike) -> Callable[[Topology], Topology] | None:
     text, where, _, _ = _find(merge)
     form = form_of(text)
     if form == "ibdev2netdev":
-        from topoplan.reading.pci_listings import apply_ibdev2netdev as apply
+        from topoplan.reading.rdma_ports import apply_ibdev2netdev as apply
     elif form == "topo -p2p":
         from topoplan.reading.nvidia_smi_topology import apply_access_table as apply
     else:

@@ -1,4 +1,4 @@
-"""Convert the PCIe trees that ``lspci`` and hwloc's ``lstopo`` print to a Topology, and apply ``ibdev2netdev``.
+"""Convert the PCIe trees that ``lspci`` and hwloc's ``lstopo`` print to a Topology.
 
 ``lspci -vv`` states class, lanes, rates, NUMA node and the buses below each bridge: the chains of bridges above GPUs
 and NICs are as the kernel shows them to the probe, so `probe_devices.kernel_tree` reads them. ``lspci -tv`` states
@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from xml.etree import ElementTree
 
-from topoplan.errors import TopologyError, UsageError, warning
+from topoplan.errors import TopologyError, warning
 from topoplan.machine.hardware import LANE, PCIE_X16, SOCKET, UNKNOWN_LANE, UNKNOWN_WIDTH, checked_rate
 from topoplan.machine.host_topology import (
     Host,
@@ -28,7 +28,7 @@ from topoplan.machine.host_topology import (
     bus_id_order,
     host_topology,
 )
-from topoplan.machine.topology import Topology, facts, without_named
+from topoplan.machine.topology import Topology, facts
 from topoplan.reading.probe_devices import SysfsDevice, kernel_tree
 from topoplan.reading.probe_driver import Driver
 from topoplan.units import counted, listed
@@ -456,53 +456,3 @@ def _link_rate(text: str) -> float:
 
 _ENCODING = {2.5: 0.8, 5.0: 0.8, 8.0: 128 / 130, 16.0: 128 / 130, 32.0: 128 / 130, 64.0: 242 / 256}
 """Share of data in the bits of a lane, by its rate in GT/s."""
-
-_PORT = re.compile(r"([\w.-]{1,60}) port (\d{1,3}) ==> (\S{1,60}) \((Up|Down)\)")
-
-
-def read_ibdev2netdev(text: str) -> dict[str, dict[int, tuple[str, bool]]]:
-    """Return for each NIC its ports: the network interface, and whether it is up. TopologyError for other lines.
-
-    >>> read_ibdev2netdev("rocep1s0f0 port 1 ==> enp1s0f0np0 (Up)")
-    {'rocep1s0f0': {1: ('enp1s0f0np0', True)}}
-    """
-    found: dict[str, dict[int, tuple[str, bool]]] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        if "==>" not in line:
-            continue
-        match = _PORT.fullmatch(line.strip())
-        if match is None:
-            raise TopologyError(
-                f"line {number} must be DEVICE port N ==> NETDEV (Up|Down), got {line.strip()[:60]!r}; give the output "
-                "of ibdev2netdev"
-            )
-        ports = found.setdefault(match[1], {})
-        if int(match[2]) in ports:
-            raise TopologyError(f"port {match[2]} of {match[1]} stands twice; give the output of one host")
-        ports[int(match[2])] = (match[3], match[4] == "Up")
-    return found
-
-
-def apply_ibdev2netdev(machine: Topology, text: str) -> Topology:
-    """Return a machine without the NICs whose ports are all down; NICs are matched by the adapter's name.
-
-    UsageError if the machine names none of the devices.
-    """
-    ports = read_ibdev2netdev(text)
-    adapters = {device.fact("adapter"): device.name for device in machine.devices if device.kind == "nic"}
-    known = [name for name in ports if name in adapters]
-    if not known:
-        raise UsageError(
-            f"{machine.name} names no NIC {next(iter(ports))}: its NICs are "
-            f"{listed(filter(None, adapters)) or 'without names'}; give nvidia-smi topo -m of that host, with its "
-            "NIC legend"
-        )
-    down = [name for name in known if not any(up for _, up in ports[name].values())]
-    missing = [name for name in ports if name not in adapters]
-    notes = [f"NICs by ibdev2netdev: {counted(len(known) - len(down), 'NIC')} up"]
-    if down:
-        notes.append(warning(f"NICs without a port that is up are left out: {listed(down, noun='NICs')}"))
-    if missing:
-        notes.append(f"NICs of ibdev2netdev that the machine does not name: {listed(missing, noun='NICs')}")
-    left = without_named(machine, [adapters[name] for name in down]) if down else machine
-    return replace(left, notes=(*left.notes, *notes))

@@ -98,10 +98,10 @@ FORMATS = (
         "jaccl",
         "JACCL's hostfile",
         _BEGINS % (r"[\[{]", "rdma|ssh|hosts"),
-        "jaccl:parse_jaccl",
+        "rdma_ports:parse_jaccl",
         ("cable_gbps",),
     ),
-    Format("jaccl", "JACCL's device file", r"\A\[\s*\[", "jaccl:parse_jaccl", ("cable_gbps",)),
+    Format("jaccl", "JACCL's device file", r"\A\[\s*\[", "rdma_ports:parse_jaccl", ("cable_gbps",)),
     Format("json", "topology JSON", r"\A(?:\{|\[\s*[\[{])"),
     Format(
         "lstopo",

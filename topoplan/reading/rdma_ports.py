@@ -1,22 +1,25 @@
-"""Convert the device file or hostfile of MLX's JACCL to a Topology: servers of one GPU each, joined by cables.
+"""Read the files that name RDMA devices: JACCL's cables as a Topology, and ``ibdev2netdev`` for the NICs that are up.
 
-The device file (``MLX_IBV_DEVICES``, ``JACCL_IBV_DEVICES``) is an array of n arrays of n cells: cell [i][j] names the
-device of rank i towards rank j, as a text, as an array of texts for several cables, or as null without one. The
-hostfile lists hosts, each with its row of these cells as ``rdma``. Neither states a rate. A cable has an end in [i][j]
-and one in [j][i], under another name; device k of both is one cable. A device is one port, so it stands once in a row.
+JACCL, of MLX, joins servers of one GPU each by cables. Its device file (``MLX_IBV_DEVICES``, ``JACCL_IBV_DEVICES``) is
+an array of n arrays of n cells: cell [i][j] names the device of rank i towards rank j, as a text, as an array of texts
+for several cables, or as null without one. The hostfile lists hosts, each with its row of these cells as ``rdma``.
+Neither states a rate. A cable has an end in [i][j] and one in [j][i], under another name; device k of both is one
+cable. A device is one port, so it stands once in a row.
 
 JACCL itself runs a full mesh, and a ring of ranks in their order; a note says which of them the cables allow.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
-from topoplan.errors import TopologyError, warning
+from topoplan.errors import TopologyError, UsageError, warning
 from topoplan.machine.hardware import checked_rate
 from topoplan.machine.host_topology import both_ways
-from topoplan.machine.topology import Device, Topology, format_value
+from topoplan.machine.topology import Device, Topology, format_value, without_named
 from topoplan.machine.topology_json import decode_json
 from topoplan.units import counted, listed
 
@@ -156,3 +159,54 @@ def _runs(cells: Sequence[Sequence[tuple[str, ...]]]) -> str:
         "JACCL refuses these cables: they are neither a full mesh nor a ring in rank order with as many cables on "
         "every side; a plan uses them all the same"
     )
+
+
+_PORT = re.compile(r"([\w.-]{1,60}) port (\d{1,3}) ==> (\S{1,60}) \((Up|Down)\)")
+
+
+def read_ibdev2netdev(text: str) -> dict[str, dict[int, tuple[str, bool]]]:
+    """Return for each NIC its ports: the network interface, and whether it is up. TopologyError for other lines.
+
+    >>> read_ibdev2netdev("rocep1s0f0 port 1 ==> enp1s0f0np0 (Up)")
+    {'rocep1s0f0': {1: ('enp1s0f0np0', True)}}
+    """
+    found: dict[str, dict[int, tuple[str, bool]]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if "==>" not in line:
+            continue
+        match = _PORT.fullmatch(line.strip())
+        if match is None:
+            raise TopologyError(
+                f"line {number} must be DEVICE port N ==> NETDEV (Up|Down), got {line.strip()[:60]!r}; give the output "
+                "of ibdev2netdev"
+            )
+        ports = found.setdefault(match[1], {})
+        if int(match[2]) in ports:
+            raise TopologyError(f"port {match[2]} of {match[1]} stands twice; give the output of one host")
+        ports[int(match[2])] = (match[3], match[4] == "Up")
+    return found
+
+
+def apply_ibdev2netdev(machine: Topology, text: str) -> Topology:
+    """Return a machine without the NICs whose ports are all down; NICs are matched by the adapter's name.
+
+    UsageError if the machine names none of the devices.
+    """
+    ports = read_ibdev2netdev(text)
+    adapters = {device.fact("adapter"): device.name for device in machine.devices if device.kind == "nic"}
+    known = [name for name in ports if name in adapters]
+    if not known:
+        raise UsageError(
+            f"{machine.name} names no NIC {next(iter(ports))}: its NICs are "
+            f"{listed(filter(None, adapters)) or 'without names'}; give nvidia-smi topo -m of that host, with its "
+            "NIC legend"
+        )
+    down = [name for name in known if not any(up for _, up in ports[name].values())]
+    missing = [name for name in ports if name not in adapters]
+    notes = [f"NICs by ibdev2netdev: {counted(len(known) - len(down), 'NIC')} up"]
+    if down:
+        notes.append(warning(f"NICs without a port that is up are left out: {listed(down, noun='NICs')}"))
+    if missing:
+        notes.append(f"NICs of ibdev2netdev that the machine does not name: {listed(missing, noun='NICs')}")
+    left = without_named(machine, [adapters[name] for name in down]) if down else machine
+    return replace(left, notes=(*left.notes, *notes))
