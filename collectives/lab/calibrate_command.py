@@ -36,6 +36,7 @@ from topoplan.cli.arguments import (
     add_machine,
     add_sizes,
     declare,
+    refuse_beside,
     refuse_without,
     whole_number,
 )
@@ -48,11 +49,12 @@ from topoplan.cli.output import (
     progress_line,
     table,
 )
-from topoplan.cli.sources import DESCRIPTION_OPTIONS, read_topology
+from topoplan.cli.sources import DESCRIPTION_OPTIONS, read_log, read_topology
 from topoplan.errors import ProbeError, UsageError
 from topoplan.machine.topology import Topology
-from topoplan.operate.calibration.calibrated_topology import Calibration, Pair, calibrated
+from topoplan.operate.calibration.calibrated_topology import Calibration, Pair, calibrated, method_words
 from topoplan.operate.calibration.fit import CopyTimes, Measurement, MemoryCopy, PairSamples
+from topoplan.operate.calibration.pair_results import measured_rates
 from topoplan.operate.device_matching import VisibleGpu, match_gpus
 from topoplan.units import counted, format_seconds, format_size, labelled
 
@@ -443,17 +445,29 @@ def add_options(parser: OneLineParser) -> None:
             "default": REPEATS,
         },
     )
-    declare(parser, "--all  print every pair")
+    declare(
+        parser,
+        """
+        --results FILE  in place of a measurement: output of p2pBandwidthLatencyTest or nvbandwidth on TOPO, or - for
+                        stdin
+        --all           print every pair
+        """,
+    )
     add_json(parser)
     parser.examples = (
         "topoplan calibrate -o measured.json",
         "topoplan calibrate --gpus 0-3 --sizes 64KB:64MB",
-        "topoplan calibrate topo.txt --repeats 25 -o measured.json",
+        "topoplan calibrate topo.txt --results p2p.log -o measured.json",
     )
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Time copies between all pairs of GPUs of this machine with CuPy, and write the fitted links into its topology."""
+    """Time copies between all pairs of GPUs of this machine with CuPy, and write the fitted links into its topology.
+
+    With ``--results`` the rates are those of another program's output.
+    """
+    if options.results is not None:
+        return _answer(options, *_of_results(options))
     sizes = _copy_sizes(options.sizes)
     meter: Meter = PeerCopies()
     meter.ready()
@@ -462,6 +476,24 @@ def run(options: argparse.Namespace) -> Answer:
         measurement = meter.measure(
             topology, gpus=options.gpus, sizes=sizes, repeats=options.repeats, progress=progress
         )
+    return _answer(options, topology, measurement)
+
+
+def _of_results(options: argparse.Namespace) -> tuple[Topology, Measurement]:
+    """Return the machine of TOPO and the rates that another program measured on it."""
+    if options.topo is None:
+        raise UsageError("--results needs the machine that was measured; name it as TOPO")
+    if options.results == options.topo == "-":
+        raise UsageError("stdin is read once; give a file to TOPO or --results")
+    refuse_beside(options, "--results", {"gpus": None, "repeats": REPEATS})
+    topology = read_topology(options)
+    try:
+        return topology, measured_rates(read_log(options.results), topology)
+    except UsageError as error:
+        raise UsageError(f"{'stdin' if options.results == '-' else options.results}: {error}") from None
+
+
+def _answer(options: argparse.Namespace, topology: Topology, measurement: Measurement) -> Answer:
     made = calibrated(topology, measurement, date=date.today().isoformat())
     return Answer(
         text=lambda: _calibration_lines(made, every=options.all),
@@ -516,7 +548,7 @@ def _pair_to_object(pair: Pair) -> dict[str, object]:
         "through_host": fit.through_host,
         "push": fit.access[0] if fit.access else None,
         "pull": fit.access[1] if fit.access else None,
-        "latency": fit.line.alpha,
+        "latency": None if fit.rate_only else fit.line.alpha,
         "bandwidth": fit.line.bandwidth,
         "stated": pair.stated,
         "distance": fit.line.distance,
@@ -531,7 +563,7 @@ def _pair_to_object(pair: Pair) -> dict[str, object]:
 def _calibration_lines(made: Calibration, *, every: bool) -> Iterator[str]:
     """Yield the range of bandwidths, then the pairs, odd ones first, and what was found."""
     measurement = made.measurement
-    gpus = len({name for pair in measurement.pairs for name in (pair.src, pair.dst)}) or 1
+    gpus = len({name for pair in made.pairs for name in (pair.fit.src, pair.fit.dst)}) or 1
     where = f"{made.topology.name}, {counted(gpus, 'GPU')}"
     if made.pairs:
         rates = sorted(pair.fit.line.bandwidth for pair in made.pairs)
@@ -539,11 +571,10 @@ def _calibration_lines(made: Calibration, *, every: bool) -> Iterator[str]:
         off = f"{odd} off the median of their kind" if odd else "none off the median of its kind"
         where += f": {rates[0]:.4g} to {rates[-1]:.4g} GB/s, of {len(rates)} directed pairs {off}"
     yield where
-    sizes = f"{format_size(measurement.sizes[0])} to {format_size(measurement.sizes[-1])}"
     peers = ", ".join(f"{gpus} GPUs {format_seconds(seconds)}" for gpus, seconds in measurement.peer_access)
     notes = [*note_lines(*made.notes)]
     yield from labelled(
-        ("method", f"{measurement.method}, {sizes}, median of {measurement.repeats}"),
+        ("method", method_words(measurement)),
         ("peer access", f"off and on: {peers}" if peers else ""),
     )
     if made.pairs:
@@ -579,7 +610,10 @@ def _pair_row(out: Pair, back: Pair | None) -> tuple[str, ...]:
         out.fit.src,
         out.fit.dst,
         "/".join(channels),
-        *(f"{pair.fit.line.alpha * 1e6:.1f}" if pair else "-" for pair in (out, back)),
+        *(
+            f"{pair.fit.line.alpha * 1e6:.1f}" if pair and not pair.fit.rate_only else "-"
+            for pair in (out, back)
+        ),
         *(f"{pair.fit.line.bandwidth:.4g}" if pair else "-" for pair in (out, back)),
         "/".join(stated),
         str(sum(len(pair.fit.outliers) for pair in both)),

@@ -27,6 +27,7 @@ from types import FrameType
 
 from tests.support.mutated_texts import mutation
 from tests.support.text_readers import Reader, readers
+from tests.support.tool_outputs import tool_readers
 from topoplan.errors import TopoplanError, UsageError
 
 NUMBER = 5000
@@ -57,10 +58,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--show", type=int)
     parser.add_argument("-o", dest="output", type=Path)
     options = parser.parse_args([] if arguments is None else arguments)
-    chosen = [one for one in readers() if options.reader in one.name]
+    every = (*readers(), *tool_readers())
+    chosen = [one for one in every if options.reader in one.name]
     if not chosen:
         raise UsageError(
-            f"no reader is named {options.reader!r}; use one of {', '.join(r.name for r in readers())}"
+            f"no reader is named {options.reader!r}; use one of {', '.join(r.name for r in every)}"
         )
     if options.show is not None:
         _show(chosen[0], options.show, options.output)

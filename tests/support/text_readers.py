@@ -70,31 +70,33 @@ def readers() -> tuple[Reader, ...]:
         Reader(
             "nvidia-smi nvlink",
             _nvlink_texts,
-            lambda text: apply_nvlink_status(topoplan.load("dgx-1v"), _text(text) + "\n"),
+            lambda text: apply_nvlink_status(topoplan.load("dgx-1v"), decoded(text) + "\n"),
         ),
         Reader("rocm-smi", (ROCM, AMD), _machine),
         Reader("NCCL topology XML", _xml_texts, _machine),
         Reader("Slurm's topology", SLURM, _nodes),
         Reader(
-            "host list", ("node[01-08,12],login", "a1-b[2-3]-c[04-06]"), lambda text: host_names(_text(text))
+            "host list",
+            ("node[01-08,12],login", "a1-b[2-3]-c[04-06]"),
+            lambda text: host_names(decoded(text)),
         ),
-        Reader("nccl-tests text", _perf_texts, _explained("dgx-1v")),
-        Reader("nccl-tests JSON", PERF_JSON, _explained("dgx-1v")),
-        Reader("topoplan bench", BENCH, _explained("dgx-1v")),
+        Reader("nccl-tests text", _perf_texts, explained("dgx-1v")),
+        Reader("nccl-tests JSON", PERF_JSON, explained("dgx-1v")),
+        Reader("topoplan bench", BENCH, explained("dgx-1v")),
         Reader(
             "NCCL_DEBUG=INFO",
             _debug_texts,
-            _explained("dgx-1v", "--servers", "2", "--nic-bandwidth", "100Gb/s"),
+            explained("dgx-1v", "--servers", "2", "--nic-bandwidth", "100Gb/s"),
         ),
-        Reader("pair results", PAIRS, lambda text: parse_results(_text(text))),
-        Reader("bus ids", (BUS_IDS,), lambda text: parse_bus_ids(_text(text))),
+        Reader("pair results", PAIRS, lambda text: parse_results(decoded(text))),
+        Reader("bus ids", (BUS_IDS,), lambda text: parse_bus_ids(decoded(text))),
         Reader("plan files", _plan_texts, _plans),
         Reader("engines' files", _engine_texts, _engine_file),
-        Reader("jobs", (JOBS,), lambda text: read_jobs(_text(text))),
+        Reader("jobs", (JOBS,), lambda text: read_jobs(decoded(text))),
         Reader("user-defined trees", TREES, _trees),
         Reader("demand", ('{"bytes": [[0, 5, 1], [7, 0, 2.5], [1, 1, 0]]}',), _from_file(read_demand)),
         Reader("engine costs", (COSTS,), _from_file(load_costs)),
-        Reader("wires", (WIRES,), lambda text: parse_wires(_text(text), "wires.json")),
+        Reader("wires", (WIRES,), lambda text: parse_wires(decoded(text), "wires.json")),
         Reader(
             "values of options",
             ("torus:3,3@10", "bcube:4,2", "0-3,7", "1KB:1GB", "64KB,1MB", "25.5", "ring/ll"),
@@ -103,12 +105,13 @@ def readers() -> tuple[Reader, ...]:
     )
 
 
-def _text(text: str) -> str:
+def decoded(text: str) -> str:
+    """Return a text as a file of it is read."""
     return decode_text(text.encode("utf-8", "surrogatepass"))
 
 
 def _machine(text: str) -> object:
-    return load_text(_text(text), "file", "file")
+    return load_text(decoded(text), "file", "file")
 
 
 @cache
@@ -129,7 +132,7 @@ def _from_file(read: Callable[[str], object]) -> Callable[[str], object]:
     return from_file
 
 
-def _explained(*machine: str) -> Callable[[str], object]:
+def explained(*machine: str) -> Callable[[str], object]:
     """Return what runs ``topoplan explain``, as a table or as JSON; bounds are worked out once in a process."""
 
     def run(path: str) -> None:
@@ -141,7 +144,7 @@ def _explained(*machine: str) -> Callable[[str], object]:
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(told),
         ):
-            status = main(["explain", path, "--machine", *machine, *form])
+            status = main(["explain", path, *(("--machine", *machine) if machine else ()), *form])
         if status:
             raise UsageError(told.getvalue())
 
@@ -152,7 +155,7 @@ _reachable, _nccl_ring = cache(explain.attainable), cache(nccl_debug_run.nccl_ri
 
 
 def _nodes(text: str) -> object:
-    network = load_network(_text(text) + "\n")
+    network = load_network(decoded(text) + "\n")
     if network is None:
         raise UsageError("no topology of Slurm")
     if len(network.nodes) > 100:
@@ -161,7 +164,7 @@ def _nodes(text: str) -> object:
 
 
 def _plans(text: str) -> object:
-    text = _text(text)
+    text = decoded(text)
     if '"topoplan.mesh/1"' in text:
         return verify_mesh(MeshPlans.from_json(text))
     plans = parse_claimed_plan(text, "file")
@@ -172,7 +175,7 @@ def _plans(text: str) -> object:
 
 
 def _engine_file(text: str) -> object:
-    text = _text(text)
+    text = decoded(text)
     engine = engine_of(text)
     if engine is None:
         raise UsageError("no engine's file")

@@ -346,12 +346,14 @@ def add_machine(
         --pcie-bandwidth RATE    one PCIe link in one direction, for nvidia-smi text, and in place of NCCL's rate for
                                  XML
         --socket-bandwidth RATE  between two CPU sockets in one direction, for nvidia-smi text and XML
+        --cable-bandwidth RATE   one cable of a file of JACCL in one direction (default: 10GB/s, Thunderbolt 5)
         --merge TOPO2            another description of the machine: NVLinks are taken from TOPO2; PCIe, CPUs and NICs
-                                 from TOPO
+                                 from TOPO; or nvidia-smi topo -p2p or ibdev2netdev: peer access, NICs that are up
         """,
         nvlink_bandwidth=rate_option("nvlink", "GB/s"),
         pcie_bandwidth=rate_option("pcie", "GB/s"),
         socket_bandwidth=rate_option("socket", "GB/s"),
+        cable_bandwidth=rate_option("cable", "GB/s"),
     )
 
 

@@ -52,6 +52,7 @@ from topoplan.operate.compare.table import (
 )
 from topoplan.plans.plan import ALL_TO_ALL, check_collective, collective_name
 from topoplan.reading.load import load
+from topoplan.reading.registry import RATES
 from topoplan.units import bus_factor, counted, format_size, labelled, name_ranges, number_ranges, rate_words
 
 if TYPE_CHECKING:
@@ -379,7 +380,7 @@ def costs_to_object(found: ServerCosts, topology: Topology) -> dict[str, object]
 MAX_NAMED, MAX_NAMES_LENGTH, MAX_CELLS = 4, 44, (20, 36, 17, 17)
 """Most devices or links in a row, most characters of their names, and of each cell without ``--all``."""
 
-_RATE_OPTIONS = ("nvlink_gbps", "pcie_gbps", "socket_gbps")
+_RATE_OPTIONS = RATES
 
 
 def add_diff_options(parser: arguments.OneLineParser) -> None:

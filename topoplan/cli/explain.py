@@ -54,8 +54,9 @@ from topoplan.operate.next_steps import (
     percent,
 )
 from topoplan.plans.plan import check_collective, collective_name
-from topoplan.reading.load import library
+from topoplan.reading.load import form_of, format_of, library
 from topoplan.reading.nccl.debug_log import NcclLog, parse_nccl_log, via_kind
+from topoplan.reading.nccl.job_reports import RasRank, RasReport, parse_ras
 from topoplan.reading.nccl.perf_json import parse_perf_runs
 from topoplan.reading.nccl.perf_text import PerfRun
 from topoplan.schedules.nccl_tuning import COLLECTIVES, NcclExpectation, expectations, has, setting_of
@@ -303,11 +304,18 @@ def run(options: argparse.Namespace) -> Answer:
         raise UsageError("stdin is read once; give a file to LOG or --machine")
     collective = None if options.collective is None else check_collective(options.collective)
     text = read_log(options.log)
-    runs, spoken = parse_perf_runs(text), parse_nccl_log(text)
     where = "stdin" if options.log == "-" else "the log" if "\n" in options.log else options.log
+    if text.lstrip().startswith("{") and form_of(text) == "ras":
+        if options.topo is not None:
+            raise UsageError("--machine does not go with a report of RAS; leave one of them out")
+        arguments.refuse_beside(options, "a report of RAS", dict.fromkeys(("gpus", "collective")))
+        return _ras_answer(parse_ras(text), every=options.all)
+    runs, spoken = parse_perf_runs(text), parse_nccl_log(text)
     if not runs and spoken is None:
+        found = format_of(text)
+        what = f"is the output of {found.printed_by}, and " if found and found.pattern else ""
         raise UsageError(
-            f"{where} holds no run of nccl-tests or topoplan bench and no line of NCCL_DEBUG=INFO; "
+            f"{where} {what}holds no run of nccl-tests or topoplan bench and no line of NCCL_DEBUG=INFO; "
             "give their output"
         )
     if collective is not None and all(run.program or run.collective for run in runs):
@@ -343,6 +351,92 @@ def run(options: argparse.Namespace) -> Answer:
         rows=lambda: [_flatten_row(row.to_object()) for one in judged for row in one.rows],
         notes=notes,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RasFinding:
+    """A rank that RAS shows missing, in an error, or behind the others."""
+
+    communicator: str
+    rank: RasRank
+    text: str
+
+
+FINDINGS: tuple[Column[RasFinding], ...] = (
+    Column("communicator", "communicator"),
+    Column("rank", "rank", "rank.rank"),
+    Column("host", "host", lambda one: printable(one.rank.host) or None),
+    Column("GPU", "device", "rank.device"),
+    Column("pid", "pid", "rank.pid"),
+    Column("finding", "finding", "text"),
+)
+
+
+def _ras_answer(report: RasReport, *, every: bool) -> Answer:
+    """Return the ranks that a report of RAS shows missing, in an error, or behind; those behind delay the others."""
+    found = [
+        RasFinding(printable(one.name), rank, rank.state)
+        for one in report.communicators
+        for rank in one.faulty
+    ]
+    found += [
+        RasFinding(printable(one.name), rank, f"{count} of {most} {printable(name)}")
+        for one in report.communicators
+        for rank, name, count, most in one.lagging()
+    ]
+    faulty = sum(len(one.faulty) for one in report.communicators)
+    behind = sorted({(one.name, rank.rank) for one in report.communicators for rank, *_ in one.lagging()})
+    once = all(most - count == 1 for one in report.communicators for _, _, count, most in one.lagging())
+
+    def text() -> Iterator[str]:
+        ranks = counted(sum(one.size for one in report.communicators), "rank")
+        what = f"{counted(len(report.communicators), 'communicator')} of {ranks}"
+        if not found:
+            yield f"RAS: {what}: every rank answers, and all have started as many collectives"
+        else:
+            words = [f"{faulty} missing or in an error"] if faulty else []
+            words += [f"{len(behind)} behind in a collective"] if behind else []
+            yield f"RAS: {what}: {', '.join(words)}"
+        yield from labelled(
+            ("NCCL", printable(report.nccl_version)),
+            (
+                "timeouts",
+                f"{report.timeouts} of RAS itself: its figures may lack ranks" if report.timeouts else "",
+            ),
+        )
+        shown, left = folded(found, DEFAULT_LINES - 8, every=every)
+        if shown:
+            yield f"\n{table_of(FINDINGS, shown)}"
+            yield from folded_line(left, "row")
+            yield ""
+        yield from step_lines(_ras_steps(faulty=bool(faulty), behind=bool(behind), once=once))
+
+    return Answer(
+        text=text,
+        value=lambda: {
+            "nccl_version": report.nccl_version,
+            "timeouts": report.timeouts,
+            "communicators": [
+                {"communicator": one.name, "size": one.size, "faulty": len(one.faulty)}
+                for one in report.communicators
+            ],
+            "findings": records_of(FINDINGS, found),
+        },
+        rows=lambda: records_of(FINDINGS, found),
+    )
+
+
+def _ras_steps(*, faulty: bool, behind: bool, once: bool) -> list[str]:
+    steps = []
+    if faulty:
+        steps.append("look at the processes of the missing ranks, and at their hosts' dmesg (Xid)")
+    if behind and once:
+        steps.append(
+            "ask again after some seconds: a rank behind by one may be on its way, the same counts are a hang"
+        )
+    elif behind:
+        steps.append("look where the ranks behind are (py-spy dump --pid PID): the others wait for them")
+    return steps or ["nothing to do"]
 
 
 CHANGES: tuple[Column[SizeChange], ...] = (

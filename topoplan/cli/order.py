@@ -25,6 +25,7 @@ from topoplan.operate.mesh_placement import PRESETS, MeshOrder, MeshPlacement, b
 from topoplan.operate.rank_order import ENUMERATED, RankOrder, best_order
 from topoplan.plans.plan import COLLECTIVES, check_collective, collective_name
 from topoplan.reading.load import load, load_network
+from topoplan.reading.registry import RATES
 from topoplan.reading.slurm import fold_hostlist
 from topoplan.units import bus_factor, counted, labelled, number_ranges, rate_words
 
@@ -453,7 +454,7 @@ def _gpus_in_host_order(machine: RequestedMachine, network: NodeNetwork | None) 
 def _cluster_of_hosts(
     options: argparse.Namespace, network: NodeNetwork, nodes: Sequence[str]
 ) -> RequestedMachine:
-    rates = {name: getattr(options, name) for name in ("nvlink_gbps", "pcie_gbps", "socket_gbps")}
+    rates = {name: getattr(options, name) for name in RATES}
     server = apply_overlay(options, load(options.server, **rates))
     if options.domain is not None:
         server = domain(server, options.domain)

@@ -36,6 +36,7 @@ from topoplan.plans.plan import Plans
 from topoplan.plans.size_plans import parse_plan_file
 from topoplan.plans.verify import verify_all
 from topoplan.reading.load import decode_log, library, load, load_text, read_text
+from topoplan.reading.registry import RATES
 from topoplan.reading.slurm import expand_hostlist
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 _PLAN_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.plans?/')
 _JOBS_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.jobs/')
-DESCRIPTION_OPTIONS = ("nvlink_gbps", "pcie_gbps", "socket_gbps", "merge")
+DESCRIPTION_OPTIONS = (*RATES, "merge")
 """Options for what the description of a machine leaves open."""
 
 MACHINE_OPTIONS = (

@@ -1,10 +1,9 @@
 """Load a machine from a library name, a file, ``-`` for stdin, the text itself, or a networkx graph.
 
-Files are recognised by content, never by extension: topology or cluster JSON begins with ``{``, NCCL's topology XML
-with ``<``, tables with titles are those of ``rocm-smi --showtopo`` or ``amd-smi topology``, and anything else is parsed
-as the output of ``nvidia-smi topo -m``. Slurm's topology.conf and topology.yaml state how nodes are joined, but not
-what a node is: `load_network` parses them, and cluster JSON names them. Parsers of other formats than nvidia-smi's are
-imported when a text needs them.
+Files are recognised by content, never by extension: `topoplan.reading.registry` lists the formats, and imports a parser
+when a text needs it. Slurm's topology.conf and topology.yaml state how nodes are joined, but not what a node is:
+`load_network` parses them, and cluster JSON names them. Two texts add to the description of a machine, and are given as
+``merge``: ``nvidia-smi topo -p2p`` and ``ibdev2netdev``.
 """
 
 from __future__ import annotations
@@ -15,17 +14,18 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import topoplan
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.hardware import with_capable
 from topoplan.machine.routing import without_peer_access
 from topoplan.machine.topology import Topology, TopologyLike
-from topoplan.reading.nvidia_smi_topology import parse_nvidia_smi
+from topoplan.reading.registry import FORMATS, FORMATS_IN_WORDS, SLURM, UNNAMED, Format
 
 if TYPE_CHECKING:
     from topoplan.machine.cluster_by_kind import ClusterByKind
@@ -34,29 +34,6 @@ if TYPE_CHECKING:
 
 _BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"\xef\xbb\xbf": "utf-8-sig"}
 
-ROCM_TITLES = {
-    "access": r"ACCESS TABLE:|Link accessibility between two GPUs",
-    "weight": r"WEIGHT TABLE:|Weight between two GPUs",
-    "hops": r"HOPS TABLE:|Hops between two GPUs",
-    "type": r"LINK TYPE TABLE:|Link Type between two GPUs",
-    "bandwidth": r"NUMA BW TABLE:|Bandwidth between two GPUs",
-    "numa": r"Numa Nodes",
-}
-"""Titles of the tables that are parsed, amd-smi's and rocm-smi's."""
-
-SLURM = ("topology.conf", "topology.yaml")
-
-_FORMS = {
-    "json": re.compile(r"\A\{"),
-    "nccl": re.compile(r"\A<"),
-    "topology.conf": re.compile(r"(?im)^[ \t]*(SwitchName|BlockName|BlockSizes|AggregatedBlock)[ \t]*="),
-    "topology.yaml": re.compile(r"(?m)^(?:---[ \t]*\n)?[ \t]*-[ \t]+topology[ \t]*:"),
-    "rocm-smi": re.compile("|".join(ROCM_TITLES.values())),
-}
-"""Formats with a reader of their own, and how a text of each is recognised; nvidia-smi's reader takes all others."""
-
-_FORMATS = "topology JSON, NCCL topology XML or what nvidia-smi topo -m, rocm-smi --showtopo or amd-smi topology print"
-
 
 def load(
     source: TopologyLike,
@@ -64,6 +41,7 @@ def load(
     nvlink_gbps: float | None = None,
     pcie_gbps: float | None = None,
     socket_gbps: float | None = None,
+    cable_gbps: float | None = None,
     merge: TopologyLike | None = None,
 ) -> Topology:
     """Return the machine that a name, a file, a text or a graph describes.
@@ -73,15 +51,18 @@ def load(
     source : str, path, networkx.MultiDiGraph or Topology
         A name of the library (see `library`), a network by its parameters such as ``bcube:4,2`` or ``torus:3,3@10``
         (see `topoplan.reading.clusters`), a file, ``-`` for stdin, or the text of a description (it holds
-        a line break or begins with ``{`` or ``<``). A library name wins over a file of that name; write
+        a line break or begins with ``{``, ``[`` or ``<``). A library name wins over a file of that name; write
         ``./name`` for the file. Or a ``MultiDiGraph`` of `Topology.to_networkx`; other graphs are read by
         `Topology.from_networkx`. A `Topology` is returned as it is.
     nvlink_gbps, pcie_gbps, socket_gbps : float, optional
         GB/s per direction of one NVLink, of one PCIe link and between CPUs: for nvidia-smi text, which states none, and
         in place of NCCL's for XML.
+    cable_gbps : float, optional
+        GB/s per direction of one cable of JACCL's files (default: 10, Thunderbolt 5).
     merge : as ``source``, optional
         Another description of the machine: NVLinks come from it, all else from ``source`` (see
-        `topoplan.reading.pcie_tree`). ``nvlink_gbps`` then applies to it.
+        `topoplan.reading.pcie_tree`). ``nvlink_gbps`` then applies to it. Or the output of ``nvidia-smi topo -p2p`` or
+        ``ibdev2netdev``, which adds peer access or leaves out NICs.
 
     Raises
     ------
@@ -103,15 +84,23 @@ def load(
     Traceback (most recent call last):
     topoplan.errors.UsageError: no machine 'dgx-1' in the library, and no such file; did you mean dgx-1v? ...
     """
-    rates = {"nvlink_gbps": nvlink_gbps, "pcie_gbps": pcie_gbps, "socket_gbps": socket_gbps}
+    rates = {
+        "nvlink_gbps": nvlink_gbps,
+        "pcie_gbps": pcie_gbps,
+        "socket_gbps": socket_gbps,
+        "cable_gbps": cable_gbps,
+    }
     if not isinstance(source, (str, os.PathLike)):
         from topoplan.machine.topology_json import object_of_graph
 
         machine = source if isinstance(source, Topology) else _checked(object_of_graph(source))
-        of_merged = {"nvlink_gbps": None} if merge else {}
+        added = None if merge is None else _addition(merge)
+        of_merged = {} if merge is None or added else {"nvlink_gbps": None}
         _check_no_rates(rates | of_merged, f"a {type(source).__name__}")
         if merge is None:
             return machine
+        if added:
+            return added(machine)
         from topoplan.reading.pcie_tree import merge_nvlink
 
         return merge_nvlink(machine, load(merge, nvlink_gbps=nvlink_gbps))
@@ -124,7 +113,7 @@ def _find(source: str | os.PathLike[str]) -> tuple[str, str, str, str]:
     if isinstance(source, str):
         if source == "-":
             return read_text("-", "give a file"), "stdin", "stdin", ""
-        if "\n" in source or source.lstrip().startswith(("{", "<")):
+        if "\n" in source or source.lstrip().startswith(("{", "<", "[")):
             return source, "", "", ""
         if source in library():
             return (library_path() / f"{source}.json").read_text(encoding="utf-8"), source, source, ""
@@ -158,6 +147,8 @@ def load_text(
         return _read_machine(text, where, name, rates, folder=folder, single=single)
     if where == "stdin" and merge == "-":
         raise UsageError("stdin holds one description; give --merge a file")
+    if added := _addition(merge):
+        return added(_read_machine(text, where, name, rates, folder=folder, single=single))
     from topoplan.reading.pcie_tree import gpu_bus_ids, merge_nvlink
 
     other = load(merge, nvlink_gbps=rates.pop("nvlink_gbps", None))
@@ -180,38 +171,78 @@ def _read_machine(
 ) -> Topology:
     """Return the machine of one description; ``merged`` with another one, ``gpu_ids`` are that one's bus ids."""
     try:
-        if not (form := form_of(text)):
-            raise TopologyError(f"the content is empty; give {_FORMATS}")
-        if form == "json":
+        if not (form := format_of(text)):
+            raise TopologyError(f"the content is empty; give {FORMATS_IN_WORDS}")
+        if form.key == "json":
             _check_no_rates(rates, "topology JSON")
             return _from_json(text, folder, single)
-        if form == "nccl":
-            from topoplan.reading.nccl.topology_xml import UNNAMED, parse_nccl_xml
-
-            topology = with_capable(parse_nccl_xml(text, gpu_ids=gpu_ids, **rates))
-            return replace(topology, name=name) if name and topology.name == UNNAMED else topology
-        if form in SLURM:
-            raise UsageError(
-                "it states how Slurm's nodes are joined, and not what a node is: topoplan order takes it with "
-                "--server dgx-h100, and other commands in a topoplan.cluster/1 file with a tree in its network"
-            )
-        if form == "rocm-smi":
-            from topoplan.reading.rocm_smi import parse_rocm_smi
-
-            topology = parse_rocm_smi(text, xgmi_optional=merged, known=_amd_machines, **rates)
-        else:
-            topology = parse_nvidia_smi(text, **rates)
+        topology = _machine_of(form, text, rates, xgmi_optional=merged, gpu_ids=gpu_ids, known=_amd_machines)
     except (TopologyError, UsageError) as error:
         raise type(error)(f"{where}: {error}" if where else str(error)) from None
     topology = with_capable(topology)
-    return replace(topology, name=name) if name else topology
+    named = form.key == "nccl" and topology.name != UNNAMED
+    return replace(topology, name=name) if name and not named else topology
+
+
+def _machine_of(form: Format, text: str, rates: Mapping[str, float | None], **extras: object) -> Topology:
+    """Return the machine of a text of another format than ours; refuse rates that its parser does not take."""
+    if not form.parser:
+        raise UsageError(
+            f"it is the output of {form.printed_by}: {form.remedy}" if form.key not in SLURM else form.remedy
+        )
+    _check_no_rates(
+        {rate: value for rate, value in rates.items() if rate not in form.rates},
+        f"the output of {form.printed_by}",
+        "does not take these bandwidths",
+    )
+    module, _, name = form.parser.partition(":")
+    parse = cast("Callable[..., Topology]", getattr(import_module(f"topoplan.reading.{module}"), name))
+    return parse(
+        text,
+        **{name: extras[name] for name in form.extras},
+        **{rate: rates.get(rate) for rate in form.rates},
+    )
+
+
+def format_of(text: str) -> Format | None:
+    """Return the format of a text; None if it is empty.
+
+    >>> found = format_of("rocep1s0f0 port 1 ==> enp1s0f0np0 (Up)")
+    >>> found.printed_by if found else ""
+    'ibdev2netdev'
+    """
+    text = text.lstrip("\ufeff \t\r\n")
+    return next(one for one in FORMATS if re.search(one.pattern, text)) if text else None
 
 
 def form_of(text: str) -> str:
-    """Return the format of a text: a key of `_FORMS`, ``nvidia-smi`` for all others, and nothing for an empty text."""
-    text = text.lstrip("\ufeff \t\r\n")
-    found = (form for form, pattern in _FORMS.items() if pattern.search(text))
-    return next(found, "nvidia-smi") if text else ""
+    """Return the key of a text's format; nothing for an empty text."""
+    found = format_of(text)
+    return found.key if found else ""
+
+
+def _addition(merge: TopologyLike) -> Callable[[Topology], Topology] | None:
+    """Return what applies a text that adds to a machine, peer access or the state of NICs; None for a machine."""
+    if not isinstance(merge, str | os.PathLike) or merge == "-":
+        return None
+    if "\n" not in str(merge) and not os.path.isfile(merge):
+        return None
+    text, where, _, _ = _find(merge)
+    form = form_of(text)
+    if form == "ibdev2netdev":
+        from topoplan.reading.rdma_ports import apply_ibdev2netdev as apply
+    elif form == "topo -p2p":
+        from topoplan.reading.nvidia_smi_topology import apply_access_table as apply
+    else:
+        return None
+
+    def added(machine: Topology) -> Topology:
+        try:
+            return apply(machine, text)
+        except (TopologyError, UsageError) as error:
+            raise type(error)(f"{where}: {error}" if where else str(error)) from None
+
+    return added
 
 
 def _amd_machines() -> list[Topology]:
@@ -238,7 +269,9 @@ def load_network(source: str | os.PathLike[str], *, which: str = "") -> NodeNetw
         raise type(error)(f"{where}: {error}" if where else str(error)) from None
 
 
-def _check_no_rates(rates: Mapping[str, float | None], what: str) -> None:
+def _check_no_rates(
+    rates: Mapping[str, float | None], what: str, why: str = "states its own bandwidths"
+) -> None:
     """Refuse bandwidths that would have no effect."""
     given = [
         f"{rate} (--{rate.removesuffix('_gbps')}-bandwidth)"
@@ -246,7 +279,7 @@ def _check_no_rates(rates: Mapping[str, float | None], what: str) -> None:
         if value is not None
     ]
     if given:
-        raise UsageError(f"{what} states its own bandwidths; leave out {' and '.join(given)}")
+        raise UsageError(f"{what} {why}; leave out {' and '.join(given)}")
 
 
 def library() -> tuple[str, ...]:
@@ -308,7 +341,7 @@ def decode_text(content: bytes) -> str:
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise TopologyError(f"the content is binary, not text; give {_FORMATS}")
+        raise TopologyError(f"the content is binary, not text; give {FORMATS_IN_WORDS}")
     return text
 
 

@@ -77,17 +77,13 @@ class ConnectionMatrix:
 
 def read_matrix(text: str) -> ConnectionMatrix:
     """Parse and check the table; a TopologyError names row, column and value."""
-    lines = [_ESCAPE.sub("", line) for line in text.lstrip("\ufeff").splitlines()]
-    lines = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    heads = _headers(lines)
-    ends = [head.line for head in heads[1:]] + [len(lines)]
-    tables = [_read_table(head, lines[head.line + 1 : end]) for head, end in zip(heads, ends, strict=True)]
+    tables = _tables(text)
     access = [table for table in tables if table.is_access]
     found = [table for table in tables if table.rows and not table.is_access]
     if access and not found:
         raise TopologyError(
-            "this is nvidia-smi topo -p2p, which states peer access alone; give the output of nvidia-smi topo -m, or "
-            "both in one file"
+            "this is nvidia-smi topo -p2p, which states peer access alone; give the output of nvidia-smi topo -m, and "
+            "this one beside it, in the same file or with --merge"
         )
     for table in found[1:]:
         if repeated := [name for name in table.rows if name in found[0].rows]:
@@ -110,6 +106,27 @@ def read_matrix(text: str) -> ConnectionMatrix:
         access=_access(access, head),
         notes=_notes(head.split, found[0].split),
     )
+
+
+def read_access(text: str) -> tuple[tuple[str, ...], dict[tuple[str, str], str]]:
+    """Return the GPUs and cells of a text of ``nvidia-smi topo -p2p`` alone; errors as `read_matrix`."""
+    tables = [table for table in _tables(text) if table.is_access]
+    if not tables:
+        raise TopologyError("topo -p2p has no whole row; give the whole output of nvidia-smi topo -p2p r")
+    head = tables[0].head
+    if missing := [name for name in head.gpus if any(name not in table.rows for table in tables)]:
+        raise TopologyError(
+            f"topo -p2p has no row of {listed(missing)}; give the whole output of nvidia-smi topo -p2p r"
+        )
+    return head.gpus, _access(tables, head)
+
+
+def _tables(text: str) -> list[_Table]:
+    lines = [_ESCAPE.sub("", line) for line in text.lstrip("\ufeff").splitlines()]
+    lines = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    heads = _headers(lines)
+    ends = [head.line for head in heads[1:]] + [len(lines)]
+    return [_read_table(head, lines[head.line + 1 : end]) for head, end in zip(heads, ends, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from topoplan.errors import Note, warning
+from topoplan.errors import Note, UsageError, warning
 from topoplan.machine.hardware import (
     A100,
     B200,
@@ -49,7 +49,7 @@ from topoplan.machine.hardware import (
 from topoplan.machine.host_topology import both_ways, cpus_of, host_links
 from topoplan.machine.routing import without_peer_access
 from topoplan.machine.topology import Device, Link, Topology, facts, without_bare_switches
-from topoplan.reading.nvidia_smi_matrix import ConnectionMatrix, read_matrix
+from topoplan.reading.nvidia_smi_matrix import ConnectionMatrix, read_access, read_matrix
 from topoplan.reading.pcie_tree import CODES, PcieTree, infer_pcie_tree
 from topoplan.units import counted, listed, several
 
@@ -255,11 +255,31 @@ def parse_nvidia_smi(
         notes=tuple(notes),
         source="nvidia-smi topo -m; it states no bandwidths, the notes say which were assumed",
     )
+    return _with_access(machine, matrix.access, names)
+
+
+def apply_access_table(machine: Topology, text: str) -> Topology:
+    """Return a machine with the peer access that ``nvidia-smi topo -p2p`` prints; GPUs are matched by number.
+
+    TopologyError for a malformed table, UsageError for one of another machine.
+    """
+    gpus, access = read_access(text)
+    if len(machine.servers) > 1 or len(gpus) != len(machine.gpus):
+        raise UsageError(
+            f"topo -p2p is of {counted(len(gpus), 'GPU')}, and {machine.name} has "
+            f"{counted(len(machine.gpus), 'GPU')} on {counted(max(1, len(machine.servers)), 'server')}; give both of "
+            "one machine"
+        )
+    return _with_access(machine, access, dict(zip(gpus, machine.gpus, strict=True)))
+
+
+def _with_access(
+    machine: Topology, access: Mapping[tuple[str, str], str], names: Mapping[str, str]
+) -> Topology:
     refused = {
         (names[first], names[second]): code
-        for first, second in combinations(matrix.gpus, 2)
-        if {code := matrix.access.get((first, second), "U"), matrix.access.get((second, first), "U")}
-        <= set(_REFUSED)
+        for first, second in combinations(names, 2)
+        if {code := access.get((first, second), "U"), access.get((second, first), "U")} <= set(_REFUSED)
     }
     return with_refused_access(machine, refused) if refused else machine
 

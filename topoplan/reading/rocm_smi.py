@@ -1,7 +1,8 @@
 """Convert the output of ``rocm-smi --showtopo`` and ``amd-smi topology`` to a Topology.
 
 Both print tables of every GPU against every other: access, weight, hops, link type, and bandwidth of direct links,
-plus the NUMA node of each GPU in rocm-smi. Infinity Fabric (XGMI) needs care:
+plus the NUMA node of each GPU in rocm-smi. With ``--json`` amd-smi prints the same cells, rocm-smi each pair once and
+no bandwidths. Infinity Fabric (XGMI) needs care:
 
 - a link type of XGMI, or one hop, says that the path is XGMI alone, not that the two are neighbours;
 - the weight is 15 for each XGMI link on the path, so 15 means neighbours; some drivers print 0 everywhere;
@@ -22,15 +23,16 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, islice
+from itertools import combinations, islice, permutations
 
 from topoplan.errors import TopologyError, warning
 from topoplan.machine.hardware import PCIE_X16, SOCKET, checked_rate
 from topoplan.machine.host_topology import both_ways, cpus_of, host_links, plain_bus_id
 from topoplan.machine.routing import has_peer_access, without_peer_access
-from topoplan.machine.topology import Device, Link, Topology, facts
-from topoplan.reading.load import ROCM_TITLES
+from topoplan.machine.topology import Device, Link, Topology, facts, format_value
+from topoplan.machine.topology_json import decode_json
 from topoplan.reading.pcie_tree import CODES, PcieTree, infer_pcie_tree
+from topoplan.reading.registry import ROCM_TITLES
 from topoplan.units import listed, several
 
 _SERVER = "s0"
@@ -82,7 +84,9 @@ class RocmTables:
 
 
 def read_tables(text: str) -> RocmTables:
-    """Parse and check the tables; a TopologyError names table, row and column."""
+    """Parse and check the tables, printed or as JSON; a TopologyError names table, row and column."""
+    if text.lstrip("\ufeff \t\r\n").startswith(("{", "[")):
+        return _json_tables(decode_json(text.lstrip("\ufeff \t\r\n"), "the listing"))
     table = ""
     columns: tuple[str, ...] = ()
     cells: dict[str, dict[tuple[str, str], str]] = {}
@@ -140,6 +144,95 @@ def read_tables(text: str) -> RocmTables:
     return RocmTables(gpus, cells, numa)
 
 
+_RSMI_PAIR = re.compile(r"\(Topology\) (.{1,40}?) between DRM devices (\d{1,6}) and (\d{1,6})", re.IGNORECASE)
+_RSMI_TABLES = {"weight": "weight", "hops": "hops", "link type": "type"}
+_AMD_KEYS = {
+    "link_status": "access",
+    "weight": "weight",
+    "num_hops": "hops",
+    "link_type": "type",
+    "bandwidth": "bandwidth",
+}
+
+
+def _json_tables(value: object) -> RocmTables:
+    """Return the tables of ``amd-smi topology --json``, a list, or of ``rocm-smi --showtopo --json``, an object."""
+    numa: dict[str, int] = {}
+    found: dict[str, dict[tuple[str, str], str]] = {}
+    gpus = _rsmi_pairs(value, found, numa) if isinstance(value, dict) else _amd_pairs(value, found)
+    if "type" not in found:
+        raise TopologyError(
+            "the link types are missing; give the whole output of rocm-smi --showtopo --json or amd-smi topology --json"
+        )
+    for table, cells in found.items():
+        for pair in permutations(gpus, 2):
+            if pair not in cells:
+                raise TopologyError(
+                    f"{_named(table)}: row {pair[0]} has no {pair[1]}; give the whole listing"
+                )
+        for (row, column), cell in cells.items():
+            _check_cell(table, row, column, cell)
+        _check_symmetric(table, cells)
+    return RocmTables(tuple(gpus), found, numa)
+
+
+def _rsmi_pairs(
+    value: dict[str, object], found: dict[str, dict[tuple[str, str], str]], numa: dict[str, int]
+) -> list[str]:
+    """Collect the pairs of rocm-smi, which prints each once, and the NUMA nodes of its cards; return the GPUs."""
+    system = value.get("system")
+    if not isinstance(system, dict):
+        raise TopologyError(
+            "the JSON has no object 'system' with pairs; give all of rocm-smi --showtopo --json"
+        )
+    numbers: set[int] = set()
+    for key, cell in system.items():
+        match = _RSMI_PAIR.fullmatch(key)
+        if match and (table := _RSMI_TABLES.get(match[1].lower())):
+            first, second = int(match[2]), int(match[3])
+            numbers |= {first, second}
+            for ends in ((first, second), (second, first)):
+                found.setdefault(table, {})[f"GPU{ends[0]}", f"GPU{ends[1]}"] = str(cell).upper()
+    for key, card in value.items():
+        node = card.get("(Topology) Numa Node") if isinstance(card, dict) else None
+        if node is not None and re.fullmatch(r"card\d{1,6}", key) and re.fullmatch(r"-?\d{1,9}", str(node)):
+            numbers.add(int(key[4:]))
+            numa[f"GPU{int(key[4:])}"] = int(str(node))
+    return [f"GPU{number}" for number in sorted(numbers)]
+
+
+def _amd_pairs(value: object, found: dict[str, dict[tuple[str, str], str]]) -> list[str]:
+    """Collect the pairs of amd-smi, GPUs by their bus ids; return these."""
+    gpus = []
+    for place, gpu in enumerate(value if isinstance(value, list) else [None]):
+        links = gpu.get("links") if isinstance(gpu, dict) else None
+        if not isinstance(links, list):
+            raise TopologyError(
+                f"GPU {place} must be an object with links, got {format_value(gpu)}; give the output of amd-smi "
+                "topology --json of ROCm 6.4 or newer"
+            )
+        name = _bdf(gpu, f"GPU {place}")
+        if name in gpus:
+            raise TopologyError(f"{name} is listed twice; give one listing")
+        gpus.append(name)
+        for link in links:
+            peer = _bdf(link, f"a link of {name}")
+            for key, table in _AMD_KEYS.items():
+                if peer != name and key in link:
+                    found.setdefault(table, {})[name, peer] = str(link[key]).upper()
+    unknown = {end for cells in found.values() for pair in cells for end in pair} - set(gpus)
+    if unknown:
+        raise TopologyError(f"a link leads to {min(unknown)}, which the listing lacks; give the whole one")
+    return gpus
+
+
+def _bdf(value: object, what: str) -> str:
+    name = value.get("bdf") if isinstance(value, dict) else None
+    if not isinstance(name, str) or not _GPU.fullmatch(name):
+        raise TopologyError(f"{what} must have a bdf such as 0000:05:00.0, got {format_value(name)}")
+    return name
+
+
 def _named(table: str) -> str:
     return {"type": "link types", "bandwidth": "bandwidths", "weight": "weights"}.get(table, table)
 
@@ -156,12 +249,16 @@ def _read_row(
     for column, value in zip(columns, values, strict=True):
         if column == name:
             continue
-        if not _CELLS[table].fullmatch(value):
-            raise TopologyError(
-                f"{_named(table)}: row {name}, column {column}: {value[:40]!r} does not belong there; give the listing "
-                "as it was printed"
-            )
+        _check_cell(table, name, column, value)
         cells[name, column] = value.upper()
+
+
+def _check_cell(table: str, row: str, column: str, value: str) -> None:
+    if not _CELLS[table].fullmatch(value):
+        raise TopologyError(
+            f"{_named(table)}: row {row}, column {column}: {value[:40]!r} does not belong there; give the listing "
+            "as it was printed"
+        )
 
 
 def _check_symmetric(table: str, cells: Mapping[tuple[str, str], str]) -> None:

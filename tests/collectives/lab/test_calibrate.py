@@ -16,6 +16,7 @@ import topoplan
 from collectives.lab import calibrate_command
 from collectives.lab.calibrate_command import PeerCopies
 from tests.support import fake_cupy
+from tests.support.tool_outputs import NVBANDWIDTH, P2P, TOPO
 from topoplan.cli.main import main
 from topoplan.errors import ProbeError
 from topoplan.machine.topology import Topology
@@ -433,3 +434,54 @@ def test_refuses_a_folder_as_output(calibrate: Calibrate, tmp_path: Path) -> Non
 def test_output_to_stdout_is_the_topology_alone(calibrate: Calibrate) -> None:
     made = topoplan.load(calibrate(machine(), "dgx-1v", "--repeats", "3", "-o", "-"))
     assert bandwidths(made) == bandwidths(V100S)
+
+
+@pytest.mark.parametrize("text", [P2P, NVBANDWIDTH], ids=["p2pBandwidthLatencyTest", "nvbandwidth"])
+def test_results_of_another_tool_are_written_into_the_machine(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Links get the rate of the faster access, push and pull are kept apart, and latencies stay open."""
+    topo, log, made = (tmp_path / name for name in ("topo.txt", "p2p.log", "made.json"))
+    topo.write_text(TOPO)
+    log.write_text(text)
+    assert main(["calibrate", str(topo), "--results", str(log), "-o", str(made), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rates = {(pair["src"], pair["dst"]): pair["bandwidth"] for pair in found["pairs"]}
+    best = {("gpu0", "gpu1"): 51.2, ("gpu1", "gpu0"): 50.1} if text is P2P else dict(FETCHED)
+    assert rates == best
+    assert {pair["latency"] for pair in found["pairs"]} == {None}
+    machine = topoplan.load(made)
+    assert {link.latency for link in machine.links} == {None}
+    assert machine.device("gpu0" if text is P2P else "gpu1").fact("pulls") == (
+        "gpu1" if text is P2P else "gpu0"
+    )
+    assert any("2 of 2 rates are of routes of several links" in note for note in machine.notes)
+
+
+FETCHED = {("gpu0", "gpu1"): 40.0, ("gpu1", "gpu0"): 41.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--results {log}", "--results needs the machine"),
+        ("dgx-1v --results {log} --gpus 0,1", "does not go with --results"),
+        ("dgx-1v --results {topo}", "neither of p2pBandwidthLatencyTest nor of nvbandwidth"),
+        ("{topo} --results {nine}", "give the machine that was measured"),
+    ],
+)
+def test_results_of_another_machine_are_refused(
+    words: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("topo", TOPO), ("log", P2P), ("nine", NINE)):
+        (tmp_path / name).write_text(text)
+    line = words.format(**{name: tmp_path / name for name in ("topo", "log", "nine")})
+    assert main(["calibrate", *line.split()]) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert err.count("\n") == 1
+
+
+NINE = "Unidirectional P2P=Enabled Bandwidth (P2P Writes) Matrix (GB/s)\n   D\\D 0 1 2\n" + "".join(
+    f"  {gpu} 9.5 9.5 9.5\n" for gpu in range(3)
+)

@@ -16,6 +16,7 @@ from tests.support.checkout import ROOT, Done, Run
 from tests.support.matrices import uniform_matrix
 from tests.support.nccl_debug_logs import over_sockets, without_peers
 from tests.support.perf_logs import PerfLog
+from tests.support.tool_outputs import INSPECTOR, LSPCI, RCCL_CSV, ras
 from tests.support.tuner_plugin import chosen, read
 from tests.topoplan.cli.conftest import Told
 from topoplan.model.expected_times import nccl_model
@@ -415,3 +416,26 @@ def test_published_rates_come_first(told: Told, done: Done) -> None:
     slow = done(f"explain {LOGS / 'slow-dgx1.log'} --machine dgx-1v").splitlines()
     assert slow[1] == "normal       no published figures of this machine"
     assert "GB/s at 1GB, 6.1 % of the upper bound" in slow[0]
+
+
+def test_a_report_of_ras_names_the_ranks_that_others_wait_for(
+    done: Done, told: Told, refused: Callable[..., str]
+) -> None:
+    lines = done("explain -", stdin=ras((7, 7, 5))).splitlines()
+    assert lines[0] == "RAS: 1 communicator of 4 ranks: 1 missing or in an error, 1 behind in a collective"
+    found = told("explain -", stdin=ras((7, 7, 5)))["findings"]
+    assert [(one["rank"], one["finding"]) for one in found] == [(3, "unresponsive"), (2, "5 of 7 AllReduce")]
+    assert "every rank answers" in done("explain -", stdin=ras((7, 7), missing=0))
+    assert "--machine does not go with a report of RAS" in refused(
+        "explain - --machine dgx-1v", stdin=ras((7, 7))
+    )
+
+
+def test_logs_of_other_tools_are_explained_and_other_texts_named(
+    told: Told, refused: Callable[..., str]
+) -> None:
+    (row,) = told("explain - --machine dgx-1v", stdin=INSPECTOR)["rows"]
+    assert (row["collective"], row["size"], row["time"]) == ("allreduce", 1 << 24, 400)
+    (row,) = told("explain - --machine mi300x", stdin=RCCL_CSV)["rows"]
+    assert (row["busbw"], row["time"]) == (32.97, 55.66)
+    assert "is the output of lspci -vv, and holds no run" in refused("explain -", stdin=LSPCI)

@@ -136,7 +136,7 @@ def test_json_lines_of_rccl_tests_are_runs() -> None:
         assert (second.rows[0].redop, third.collective) == ("max", "allgather")
     (cut,) = parse_perf_runs("\n".join([lines[0], lines[2][:60] + '"busBw"']))
     assert len(cut.rows) == 1
-    assert "line 2: the JSON of a row is cut" in cut.warnings[0]
+    assert "line 2: the row is cut" in cut.warnings[0]
 
 
 PERF_JSON = {

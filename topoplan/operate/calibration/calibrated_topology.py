@@ -176,7 +176,7 @@ def _latencies(
 ) -> dict[LinkKey, float]:
     alphas_of: dict[LinkKey, list[float]] = {}
     for copy in copies:
-        if not wanted(copy):
+        if copy.fit.rate_only or not wanted(copy):
             continue
         stages = copy.route.stages
         places = sorted({*(copy.route.ends or (0, len(stages) - 1))})
@@ -209,9 +209,16 @@ def source_of(topology: Topology, measurement: Measurement, date: str) -> str:
     before = topology.source
     if before.startswith("calibrated "):
         before = before.partition(_BEFORE)[2]
-    sizes = f"{format_size(measurement.sizes[0])} to {format_size(measurement.sizes[-1])}"
-    made = f"calibrated {date}: {measurement.method}, {sizes}, median of {measurement.repeats}"
+    made = f"calibrated {date}: {method_words(measurement)}"
     return f"{made}{_BEFORE}{before}" if before else made
+
+
+def method_words(measurement: Measurement) -> str:
+    """Return the method of a measurement, with its sizes and repeats if they are known."""
+    if not measurement.sizes:
+        return measurement.method
+    sizes = f"{format_size(measurement.sizes[0])} to {format_size(measurement.sizes[-1])}"
+    return f"{measurement.method}, {sizes}, median of {measurement.repeats}"
 
 
 def calibration_notes(
@@ -370,11 +377,14 @@ def calibrated(topology: Topology, measurement: Measurement, *, date: str) -> Ca
     >>> next(link for link in made.links if (link.src, link.dst) == ("gpu0", "gpu1"))
     Link(src='gpu0', dst='gpu1', channel='nvlink', bandwidth=24.0, count=1, latency=1e-05, push=None, pull=None)
     """
-    for samples in measurement.pairs:
-        for name in (samples.src, samples.dst):
+    ends = [(one.src, one.dst) for one in measurement.pairs] + [
+        (one.src, one.dst) for one in measurement.rates
+    ]
+    for pair_of_ends in ends:
+        for name in pair_of_ends:
             topology.device(name)
     routes = CopyRoutes(topology)
-    fits = [fit_pair(one) for one in measurement.pairs if one.times or one.pulls]
+    fits = [fit_pair(one) for one in measurement.pairs if one.times or one.pulls] + [*measurement.rates]
     dead = [(one.src, one.dst) for one in measurement.pairs if not (one.times or one.pulls)]
     ways = [
         routes.between(fit.src, fit.dst, through_host=True)
@@ -407,6 +417,14 @@ def calibrated(topology: Topology, measurement: Measurement, *, date: str) -> Ca
     )
     notes = calibration_notes(topology, measurement, fits, copies, speeds)
     notes += tuple(MARK + note for note in _access_notes(fits, dead))
+    several = sum(
+        pair.fit.rate_only and pair.route is not None and len(pair.route.links) > 1 for pair in pairs
+    )
+    if several:
+        notes += (
+            f"{MARK}{several} of {len(pairs)} rates are of routes of several links: each is taken for the "
+            "narrowest link as stated, and the other links are at least as fast",
+        )
     odd = [f"{pair.fit.name} {pair.odd}" for pair in pairs if pair.odd]
     if odd:
         notes += (f"{MARK}off the median of the pairs with such links: {abbreviated(odd)}",)

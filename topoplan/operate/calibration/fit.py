@@ -89,6 +89,7 @@ class Measurement:
     method: a few words, such as ``CuPy 13.4 peer copies``.
     sizes: bytes of the copies, ascending.
     repeats: copies of each size, without the warm-up.
+    rates: pairs of which the bandwidth alone is known, at sizes that are not (see `rated_pairs`).
     peer_access: seconds to switch peer access off and on between all pairs of so many GPUs, ascending.
     memory: for a single GPU, which has no pair.
     """
@@ -100,6 +101,7 @@ class Measurement:
     peer_access: tuple[tuple[int, float], ...] = ()
     memory: MemoryCopy | None = None
     notes: tuple[str, ...] = ()
+    rates: tuple[PairFit, ...] = ()
 
 
 class Meter(Protocol):
@@ -167,6 +169,7 @@ class PairFit:
     through_host: as in `PairSamples`.
     outliers: they do not affect the fit.
     access: GB/s of push and pull, None for copies that do not end; None if pulls were not measured.
+    rate_only: the latency was not measured, and the line has none.
     """
 
     src: str
@@ -175,6 +178,7 @@ class PairFit:
     through_host: bool = False
     outliers: tuple[Outlier, ...] = ()
     access: tuple[float | None, float | None] | None = None
+    rate_only: bool = False
 
     @property
     def name(self) -> str:

@@ -1,10 +1,12 @@
-"""Parse rates of pair tests: CSV, JSON, or the output of ``topoplan calibrate --json``.
+"""Parse rates of pair tests: CSV, JSON, the output of ``topoplan calibrate --json``, or a measured matrix.
 
 CSV has a head, ``a,b,GB/s`` for tests both ways at once and ``src,dst,GB/s`` for one way, then a line for each test;
 lines that begin with # are skipped. JSON is an object whose ``pairs`` each have ``src``, ``dst`` and ``bandwidth``;
 with ``"one_way": true``, and in the output of `topoplan calibrate`, data ran from ``src`` to ``dst`` only. Ends are
 GPUs by name, or servers: of one end, or of several NICs, which the test then used all at once. ``failed`` in place of a
-number counts as 0. A fourth value, ``together`` in JSON, is the round in which the test filled wide links with others.
+number counts as 0. A matrix is of p2pBandwidthLatencyTest or nvbandwidth (`topoplan.reading.pair_matrices`), one way,
+its GPUs by number; `measured_rates` makes it a measurement for a calibration. A fourth value, ``together`` in JSON, is
+the round in which the test filled wide links with others.
 
 Servers may have the names of their hosts (`unknown_hosts`, `rename_servers`).
 """
@@ -19,9 +21,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from topoplan.errors import UsageError
+from topoplan.machine.host_topology import plain_bus_id
 from topoplan.machine.topology import Topology, format_value
+from topoplan.operate.calibration.fit import HockneyLine, Measurement, PairFit
 from topoplan.operate.calibration.pair_tests import PairTest, PairTests, node_test
 from topoplan.operate.calibration.slow_links import MeasuredPair
+from topoplan.reading.load import form_of
+from topoplan.reading.pair_matrices import MEASURED, MeasuredRates, parse_measured_rates
+from topoplan.units import counted
 
 HEADS = {"a,b,gb/s": False, "src,dst,gb/s": True}
 """Heads of a CSV, and whether its tests are one way."""
@@ -62,10 +69,56 @@ def parse_results(text: str) -> PairResults:
     """
     if not text.strip():
         raise UsageError("no results: the file is empty")
+    if form_of(text) in MEASURED:
+        rates = parse_measured_rates(text)
+        ends = [(f"gpu{src}", f"gpu{dst}", rates.best((src, dst))) for src, dst in rates.pairs]
+        return PairResults(
+            True, True, tuple(ResultLine(f"{src}>{dst}", src, dst, rate) for src, dst, rate in ends)
+        )
     made = _from_json(text) if text.lstrip().startswith("{") else _from_csv(text)
     if not made.lines:
         raise UsageError("no results: the file has a head and no pair below it")
     return made
+
+
+def measured_rates(text: str, topology: Topology) -> Measurement:
+    """Return the measurement in a matrix of p2pBandwidthLatencyTest or nvbandwidth, of the GPUs of a machine.
+
+    GPUs are matched by bus id if both state them, else by number. Latencies are not known. UsageError for another
+    text, one that is cut, or one of another machine.
+    """
+    rates = parse_measured_rates(text)
+    names, how = _named_gpus(rates, topology)
+    fits = []
+    for pair in rates.pairs:
+        access = (rates.push.get(pair), rates.pull.get(pair))
+        both = access if rates.push and rates.pull and None not in access else None
+        line = HockneyLine(0.0, rates.best(pair), 0.0)
+        fits.append(
+            PairFit(names[pair[0]], names[pair[1]], line, pair in rates.hosted, access=both, rate_only=True)
+        )
+    notes = (f"GPUs of {rates.method} matched by {how}", "latencies were not measured", *rates.notes)
+    return Measurement(rates.method, (), 0, (), notes=notes, rates=tuple(fits))
+
+
+def _named_gpus(rates: MeasuredRates, topology: Topology) -> tuple[dict[int, str], str]:
+    """Return the name of each measured GPU, and the property by which they were matched."""
+    gpus, servers = topology.gpus, max(1, len(topology.servers))
+    if servers > 1 or rates.gpus > len(gpus):
+        raise UsageError(
+            f"{rates.method} measured {counted(rates.gpus, 'GPU')} of one server, and {topology.name} has "
+            f"{counted(len(gpus), 'GPU')} on {counted(servers, 'server')}; give the machine that was measured"
+        )
+    here = {plain_bus_id(topology.device(gpu).busid): gpu for gpu in gpus if topology.device(gpu).busid}
+    if len(here) == len(gpus) and set(range(rates.gpus)) <= set(rates.busids):
+        missing = [busid for busid in rates.busids.values() if busid not in here]
+        if missing:
+            raise UsageError(
+                f"{rates.method} measured a GPU at {missing[0]}, where {topology.name} has none; give the machine that "
+                "was measured"
+            )
+        return {number: here[busid] for number, busid in rates.busids.items()}, "bus id"
+    return dict(enumerate(gpus[: rates.gpus])), "number"
 
 
 def _from_csv(text: str) -> PairResults:

@@ -1,6 +1,9 @@
 """Parse the JSON of nccl-tests (``-J``) and of ``topoplan bench --json``, or a text that holds either.
 
-Both hold the content of the tables and become the same `PerfRun`. Booleans and NaN are texts in the JSON of
+CSV of rccl-tests (``-Z csv``) becomes its JSON rows. With MPI, older versions print a value more in each row than the
+head names: it lacks ``nodes``. Records of NCCL's Inspector are parsed by `topoplan.reading.nccl.job_reports`.
+
+Both JSON files hold the content of the tables and become the same `PerfRun`. Booleans and NaN are texts in the JSON of
 nccl-tests. The file of a run that was killed lacks its closing brackets: it is parsed up to its last whole result.
 """
 
@@ -13,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from topoplan.errors import UsageError
+from topoplan.reading.nccl.job_reports import is_inspector, parse_inspector
 from topoplan.reading.nccl.perf_text import (
     ENDLESS,
     PROGRAMS,
@@ -32,6 +36,11 @@ from topoplan.reading.nccl.perf_text import (
 def parse_perf_runs(text: str) -> tuple[PerfRun, ...]:
     """Return all runs in a text or a JSON object; none if it is neither. A UsageError if the JSON is incomplete."""
     start = text.lstrip("\ufeff \t\r\n")
+    if is_inspector(text):
+        return parse_inspector(text)
+    head = start.partition("\n")[0].strip()
+    if not start.startswith(("{", "[")) and head.count(",") >= 8 and "busbw" in head.lower():
+        return parse_perf_text(_rows_of_csv(text))
     if start.startswith("[") and '"busBw"' in text:
         # rccl-tests may put its rows into one list
         with contextlib.suppress(ValueError, RecursionError):
@@ -53,6 +62,27 @@ def parse_perf_runs(text: str) -> tuple[PerfRun, ...]:
                 "give the whole file"
             ) from None
     return tuple(found)
+
+
+def _rows_of_csv(text: str) -> str:
+    """Return the rows of rccl-tests' CSV as its JSON, each on its line; a row of other length stays as it is cut."""
+    lines = text.lstrip("\ufeff \t\r\n").splitlines()
+    columns = [name.strip().lower() for name in lines[0].split(",")]
+    names = {"collective": "name", "inplace": "inPlace", "algbw": "algBw", "busbw": "busBw"}
+    made = [""]
+    for line in lines[1:]:
+        values = [value.strip().strip('"') for value in line.split(",")]
+        heads = columns
+        if len(values) == len(columns) + 1 and "ranks" in columns and "nodes" not in columns:
+            place = columns.index("ranks")
+            heads = [*columns[:place], "nodes", *columns[place:]]
+        if len(values) == len(heads):
+            made.append(
+                json.dumps({names.get(key, key): value for key, value in zip(heads, values, strict=True)})
+            )
+        else:
+            made.append('{"busBw": ' if line.strip() else "")
+    return "\n".join(made)
 
 
 def _objects(text: str) -> Iterator[tuple[dict[str, Any], bool]]:

@@ -481,7 +481,7 @@ def _json_row(runs: list[OpenRun], number: int, line: str) -> None:
         if not runs:
             runs.append(OpenRun(number))
         runs[-1].warnings.append(
-            f"line {number}: the JSON of a row is cut or lacks a key ({str(error)[:60]}); left out"
+            f"line {number}: the row is cut or lacks a key ({str(error)[:60]}); left out"
         )
         return
     test, kind = _RCCL_NAMES.get(name, name), (str(value.get("type", "")), str(value.get("redop", "")))

@@ -44,6 +44,7 @@ from topoplan.reading.nccl.topology_elements import (
     stated_rate,
     whole_number,
 )
+from topoplan.reading.registry import UNNAMED
 from topoplan.units import exact, gigabytes_from_gigabits, nearest_float, summed
 
 _HIDDEN = "fffffff:"
@@ -306,9 +307,6 @@ class _NicReader:
         known = bool(nets) and all("speed" not in net.attributes.get("assumed", "").split() for net in nets)
         return _Ports(sum(speeds), known, "+".join(name for name in names if name), min(devs, default=None))
 
-
-UNNAMED = "nccl-xml"
-"""Name of a machine whose file states none."""
 
 _KNOWN = {
     "system": ("cpu",),
