@@ -77,6 +77,10 @@ MACHINES: dict[str, Callable[[], Topology]] = {
         f"{n} x A100, measured": lambda n=n: measured(a100_servers(n), 1)  # type: ignore[misc]
         for n in (16, 64, 128)
     },
+    **{
+        f"{n} x H100, measured": lambda n=n: measured(h100_servers(n), 1)  # type: ignore[misc]
+        for n in (8, 32, 128)
+    },
     "2 x H100": lambda: h100_servers(2),
     "4 x H100": lambda: h100_servers(4),
     "MI250": lambda: topoplan.load("mi250"),

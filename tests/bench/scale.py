@@ -19,8 +19,9 @@ MACHINES = (
     *(f"{servers} x A100" for servers in (16, 64, 128, 256, 512)),
     *(f"{servers} x MI250" for servers in (16, 32, 64)),
     *(f"{servers} x A100, measured" for servers in (16, 64, 128)),
+    *(f"{servers} x H100, measured" for servers in (8, 32, 128)),
 )
-COLLECTIVES = ("allgather", "allreduce")
+COLLECTIVES = ("allgather", "allreduce", "broadcast")
 
 
 def main() -> None:
@@ -52,7 +53,7 @@ def _print_commands(folder: Path) -> None:
     servers, network = {"machine": "dgx-a100", "count": 128}, {"kind": "rail-optimised", "nic_gbps": 200}
     cluster = {"format": "topoplan.cluster/1", "servers": [servers], "network": network}
     (folder / "cluster.json").write_text(json.dumps(cluster))
-    for collective in COLLECTIVES:
+    for collective in COLLECTIVES[:2]:
         (folder / "plan.json").unlink(missing_ok=True)
         named = "dgx-a100 --servers 128 --nic-bandwidth 200Gb/s"
         _print_command(folder, f"plan {named} --collective {collective} -o plan.json")

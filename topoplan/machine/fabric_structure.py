@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from topoplan.errors import InfeasibleError, UsageError
+from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.machine.fabric import CHANNEL_LINKS, Fabric
 from topoplan.machine.topology import Device, Link, Topology
 
@@ -372,6 +372,26 @@ def link_permutation(fabric: Fabric, permutation: ArrayLike) -> Permutation:
     if image is None:
         raise UsageError("the permutation does not keep the fabric's links; check it with is_automorphism")
     return image
+
+
+def link_images(fabric: Fabric, elements: NDArray[np.int32], links: Integers) -> Integers:
+    """Return the images of some links, int64 of (elements, links), under permutations that keep the wires.
+
+    Unlike `link_permutation` it does not check them, and serves thousands of permutations. PlanError if a link has no
+    image.
+    """
+    graph = bare_labelled_graph_of(fabric)
+    keys, order = graph._link_keys
+    ends = np.array(fabric.ends, dtype=np.int64).reshape(-1, 2)[links]
+    wanted = elements[:, ends[:, 0]] * np.int64(elements.shape[1]) + elements[:, ends[:, 1]]
+    found = np.searchsorted(keys, wanted)
+    found[found == len(keys)] = 0
+    images = order[found]
+    if not (
+        np.array_equal(keys[found], wanted) and (graph.link_labels[images] == graph.link_labels[links]).all()
+    ):
+        raise PlanError("a symmetry does not map the machine's links onto equal links")
+    return images
 
 
 def components(size: int, first: Integers, second: Integers) -> Integers:

@@ -19,8 +19,8 @@ import numpy as np
 
 from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.fabric_structure import link_orbits
-from topoplan.plans.shards import Edge, ImageShards, Shard, Stage, shard_counts
+from topoplan.machine.fabric_structure import link_images, link_orbits
+from topoplan.plans.shards import Edge, ImageParts, ImageShards, Shard, Stage, shard_counts
 
 
 def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
@@ -142,8 +142,10 @@ def link_loads(
     """Return the load of every link of the fabric: bytes across it for each byte of the buffer.
 
     With ``part`` only the edges that it keeps of each stage count. For `ImageShards` the images of a template spread
-    its load evenly over a link's orbit.
+    its load evenly over a link's orbit, unless they have parts of their own.
     """
+    if isinstance(shards, ImageShards) and shards.parts is not None:
+        return _loads_of_parts(shards, shards.parts, fabric, part)
     # Many shards have equal shares, so integers are added first.
     crossings: dict[Fraction, Counter[int]] = {}
     for index, (shard, count) in enumerate(shard_counts(shards)):
@@ -162,6 +164,30 @@ def link_loads(
     exact = {amount: Fraction(amount, unit) for amount in set(whole)}
     load = [exact[amount] for amount in whole]
     return spread_evenly(load, fabric, shards.generators) if isinstance(shards, ImageShards) else load
+
+
+def _loads_of_parts(
+    shards: ImageShards, images: ImageParts, fabric: Fabric, part: Callable[[Stage], Stage] | None
+) -> list[Fraction]:
+    """Return the load of every link, image by image, as exact sums of whole numbers."""
+    loads = [Fraction(0)] * len(fabric.links)
+    for index, template in enumerate(shards.templates):
+        elements = shards.elements[list(shards.images[index])]
+        parts = np.array(images.parts[index], dtype=np.int64)
+        for position, stage in enumerate(template.stages):
+            try:
+                crossed = Counter(stage_links(part(stage) if part else stage, fabric))
+                links = np.array(sorted(crossed), dtype=np.int64)
+                there = link_images(fabric, elements, links)
+            except PlanError as error:
+                raise error.within(index, position) from None
+            times = np.array([crossed[link] for link in links.tolist()], dtype=np.int64)
+            total = np.zeros(len(loads), dtype=np.int64)
+            np.add.at(total, there, parts[:, None] * times)
+            unit = stage.weight / images.unit
+            for link in np.flatnonzero(total).tolist():
+                loads[link] += int(total[link]) * unit
+    return loads
 
 
 def spread_evenly(

@@ -47,7 +47,7 @@ from topoplan.plans.file_values import (
     read_whole,
 )
 from topoplan.plans.loads import team_wide_rate
-from topoplan.plans.shards import ImageShards, Shard, Stage, shard_bounds, shard_counts
+from topoplan.plans.shards import ImageParts, ImageShards, Shard, Stage, shard_bounds, shard_counts
 from topoplan.units import (
     bus_factor,
     counted,
@@ -82,7 +82,7 @@ ALL_COLLECTIVES = (*COLLECTIVES, ALL_TO_ALL)
 
 PLAN_KEYS = (
     *("format", "collective", "ranks", "root", "topology", "channels", "rate", "bound", "certificate"),
-    *("schedule", "method", "order", "seconds", "trees", "height", "notes", "symmetry", "shards"),
+    *("schedule", "method", "order", "seconds", "trees", "height", "notes", "symmetry", "parts", "shards"),
     *("gap", "busbw", "digest", "wider_bound", "in_network_bound", "team_wide", "phases", "connections"),
 )
 """Keys of a plan file; ``plan --json`` adds the last line, which follows from the other keys."""
@@ -412,7 +412,8 @@ class Plan(Plans):
     def _needs_format_2(self) -> bool:
         of_trees = self.certificate.kind == "steiner" or bool(self.helpers)
         union = not {*UNIONS}.isdisjoint(self.channels)
-        return of_trees or union or self.collective == ALL_TO_ALL or self.exchanges
+        parts = isinstance(self.shards, ImageShards) and self.shards.parts is not None
+        return of_trees or union or parts or self.collective == ALL_TO_ALL or self.exchanges
 
     @property
     def exchanges(self) -> bool:
@@ -450,7 +451,11 @@ class Plan(Plans):
 
     def to_object(self) -> dict[str, object]:
         """Return the plan file as a JSON object."""
-        symmetry = {"symmetry": self.shards.to_object()} if isinstance(self.shards, ImageShards) else {}
+        symmetry: dict[str, object] = {}
+        if isinstance(self.shards, ImageShards):
+            symmetry["symmetry"] = self.shards.to_object()
+            if self.shards.parts is not None:
+                symmetry["parts"] = self.shards.parts.to_object()
         return {
             "format": PLAN_FORMAT_2 if self._needs_format_2 else PLAN_FORMAT,
             "collective": self.collective,
@@ -489,7 +494,10 @@ class Plan(Plans):
             for number, item in enumerate(read_list(value.get("shards"), "shards"))
         )
         if "symmetry" in value:
-            shards = ImageShards.from_object(value["symmetry"], shards, Fabric(topology, channels))
+            parts = ImageParts.from_object(value["parts"]) if "parts" in value else None
+            shards = ImageShards.from_object(value["symmetry"], shards, Fabric(topology, channels), parts)
+        elif "parts" in value:
+            raise PlanError("parts belong to the images of symmetric shards, and the plan has no symmetry")
         if order not in ("height", "trees"):
             raise PlanError(f"order must be height or trees, not {order!r}"[:200])
         return cls(

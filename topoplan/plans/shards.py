@@ -5,6 +5,9 @@ machine with symmetries (permutations that map wires to wires of equal bandwidth
 machine evenly, so a plan for a thousand GPUs is one or two trees and two permutations. `ImageShards` behaves as the
 tuple of all shards and makes each on request; loads and checks need the templates alone.
 
+If the links were measured, no two of one bandwidth, the images of a template have parts of their own (`ImageParts`):
+trees through slow links carry less.
+
 If a template with |O| images crosses the links of an orbit L of links x times, each link of L is crossed |O| x / |L|
 times: the sum over all images does not change under the symmetries, hence is equal on all of L.
 """
@@ -16,7 +19,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from hashlib import blake2b
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import overload
 
 import numpy as np
@@ -262,15 +265,80 @@ MOST_SYMMETRIES = 64
 """Most symmetries that a plan may list; the planner uses a handful."""
 
 
+MOST_UNITS = 1 << 40
+"""Most parts into which a plan whose images have parts of their own divides the buffer: sums of them stay exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageParts:
+    """The images of every template that carry data, and how many of ``unit`` equal parts of the buffer each carries.
+
+    ``elements`` has for each template the numbers of some elements of the group (see `ImageShards.elements`),
+    ascending; ``parts`` has a whole number above 0 for each of them.
+
+    PlanError unless all that holds, the parts are at most ``unit`` together, and ``unit`` is at most `MOST_UNITS`.
+    """
+
+    unit: int
+    elements: tuple[tuple[int, ...], ...]
+    parts: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not 0 < self.unit <= MOST_UNITS:
+            raise PlanError(f"the unit of parts must be from 1 to {MOST_UNITS}, got {self.unit}")
+        if len(self.elements) != len(self.parts):
+            raise PlanError(f"{len(self.elements)} lists of images have {len(self.parts)} lists of parts")
+        for number, (elements, parts) in enumerate(zip(self.elements, self.parts, strict=True)):
+            if len(elements) != len(parts) or not elements:
+                raise PlanError(f"has {len(elements)} images and {len(parts)} parts", shard=number)
+            if elements[0] < 0 or any(one >= other for one, other in pairwise(elements)):
+                raise PlanError("numbers of images must ascend from 0 or more", shard=number)
+            if min(parts) < 1:
+                raise PlanError(f"the part of an image must be 1 or more, got {min(parts)}", shard=number)
+        total = sum(map(sum, self.parts))
+        if total > self.unit:
+            raise PlanError(f"the parts of all images add up to {total}, above their unit, {self.unit}")
+
+    def share(self, number: int) -> Fraction:
+        """Return the mean share of the images of a template, which the template states."""
+        return Fraction(sum(self.parts[number]), self.unit * len(self.parts[number]))
+
+    def to_object(self) -> dict[str, object]:
+        images = [
+            {"elements": list(elements), "parts": list(parts)}
+            for elements, parts in zip(self.elements, self.parts, strict=True)
+        ]
+        return {"unit": self.unit, "images": images}
+
+    @staticmethod
+    def from_object(item: object) -> ImageParts:
+        """Read the JSON object of a plan file; PlanError names a key that is missing or of a wrong type."""
+        value = read_object(item, "parts")
+        check_known(value, ("unit", "images"), "parts")
+        found: dict[str, list[tuple[int, ...]]] = {"elements": [], "parts": []}
+        for number, one in enumerate(read_list(value.get("images"), "parts: images")):
+            where = f"parts of shard {number}"
+            row = read_object(one, where)
+            check_known(row, tuple(found), where)
+            for key, lists in found.items():
+                numbers = read_list(row.get(key), f"{where}: {key}")
+                lists.append(tuple(read_whole(each, f"{where}: {key}") for each in numbers))
+        return ImageParts(
+            read_whole(value.get("unit"), "parts: unit"), tuple(found["elements"]), tuple(found["parts"])
+        )
+
+
 @dataclass(frozen=True)
 class ImageShards(Sequence[Shard]):
-    """All distinct images of template shards under a group of symmetries, in the order of their roots.
+    """Distinct images of template shards under a group of symmetries, in the order of their roots.
 
     ``nodes`` are device names, the ``ranks`` ranks first (see `Fabric.nodes`). ``generators`` permute their positions,
-    ranks to ranks, and generate the group. Each image has the share of its template.
+    ranks to ranks, and generate the group. Without ``parts`` all images are shards, each with the share of its
+    template; with them only the images in ``parts``, and a template states the mean share of its images.
 
-    PlanError if there are too many symmetries; on first use, if one is not a permutation that maps ranks to ranks,
-    their group is too large to list, or a template names an unknown rank.
+    PlanError if there are too many symmetries or not as many lists of parts as templates; on first use, if one is not a
+    permutation that maps ranks to ranks, their group is too large to list, a template names an unknown rank, or the
+    parts name an element that the group does not have.
 
     >>> from fractions import Fraction
     >>> star = Stage("broadcast", 0, (Edge(0, 1, ("a", "b"), "nvlink"),))
@@ -283,8 +351,13 @@ class ImageShards(Sequence[Shard]):
     ranks: int
     generators: tuple[tuple[int, ...], ...]
     templates: tuple[Shard, ...]
+    parts: ImageParts | None = None
 
     def __post_init__(self) -> None:
+        if self.parts is not None and len(self.parts.elements) != len(self.templates):
+            raise PlanError(
+                f"parts of {len(self.parts.elements)} shards do not fit the {len(self.templates)} that are listed"
+            )
         if len(self.generators) > MOST_SYMMETRIES:
             raise PlanError(
                 f"{len(self.generators)} symmetries are more than the {MOST_SYMMETRIES} that a plan may list"
@@ -313,14 +386,33 @@ class ImageShards(Sequence[Shard]):
         rows: list[tuple[int, int, int]] = []
         counts = []
         for number, template in enumerate(self.templates):
-            self._check_ends(template, number)
+            chosen = self.images[number]
             roots = self.elements[:, owner_of(template)].tolist()
-            chosen = self._distinct(template, number) if len(set(roots)) < len(roots) else range(len(roots))
             rows += [(roots[element], number, element) for element in chosen]
             counts.append(len(chosen))
         rows.sort()
         table = np.array(rows, dtype=np.int64).reshape(-1, 3)
         return table[:, 1], table[:, 2], tuple(counts)
+
+    @cached_property
+    def images(self) -> tuple[Sequence[int], ...]:
+        """For each template the numbers of the elements that make its images, ascending."""
+        found: list[Sequence[int]] = []
+        for number, template in enumerate(self.templates):
+            self._check_ends(template, number)
+            if self.parts is not None:
+                found.append(self.parts.elements[number])
+                if found[-1][-1] >= len(self.elements):
+                    raise PlanError(
+                        f"image {found[-1][-1]} does not exist: the symmetries generate {len(self.elements)} "
+                        "permutations",
+                        shard=number,
+                    )
+                continue
+            roots = set(self.elements[:, owner_of(template)].tolist())
+            several = len(roots) < len(self.elements)
+            found.append(self._distinct(template, number) if several else range(len(self.elements)))
+        return tuple(found)
 
     def _check_ends(self, template: Shard, number: int) -> None:
         """Raise PlanError for unknown ranks in a template: its images are looked up by these numbers."""
@@ -391,7 +483,21 @@ class ImageShards(Sequence[Shard]):
         which, element, _ = self._listed
         image = self.elements[element[number]].tolist()
         names = {name: self.nodes[place] for name, place in zip(self.nodes, image, strict=True)}
-        return moved_shard(self.templates[which[number]], image, names)
+        moved = moved_shard(self.templates[which[number]], image, names)
+        if self.parts is None:
+            return moved
+        return replace(moved, share=Fraction(self._part_of[which[number], element[number]], self.parts.unit))
+
+    @cached_property
+    def _part_of(self) -> dict[tuple[int, int], int]:
+        """Parts of the buffer by template and element."""
+        assert self.parts is not None, "images without parts have the share of their template"
+        lists = zip(self.parts.elements, self.parts.parts, strict=True)
+        return {
+            (number, element): part
+            for number, (elements, parts) in enumerate(lists)
+            for element, part in zip(elements, parts, strict=True)
+        }
 
     def __iter__(self) -> Iterator[Shard]:
         return (self[number] for number in range(len(self)))
@@ -408,8 +514,10 @@ class ImageShards(Sequence[Shard]):
         ]
 
     @staticmethod
-    def from_object(item: object, templates: Sequence[Shard], fabric: Fabric) -> ImageShards:
-        """Return all images of the templates under the symmetries that `to_object` wrote.
+    def from_object(
+        item: object, templates: Sequence[Shard], fabric: Fabric, parts: ImageParts | None = None
+    ) -> ImageShards:
+        """Return images of the templates under the symmetries that `to_object` wrote.
 
         PlanError if a value is of a wrong type, or names an unknown device.
         """
@@ -425,7 +533,7 @@ class ImageShards(Sequence[Shard]):
                     )
                 image[position[name]] = position[str(there)]
             generators.append(tuple(image))
-        return ImageShards(fabric.nodes, fabric.size, tuple(generators), tuple(templates))
+        return ImageShards(fabric.nodes, fabric.size, tuple(generators), tuple(templates), parts)
 
 
 def moved_shard(shard: Shard, vertices: Sequence[int], names: Mapping[str, str]) -> Shard:

@@ -417,11 +417,13 @@ def shown_stage(shard: Shard) -> Stage:
 
 
 def _roots(shards: Sequence[Shard], template: int, shard: Shard) -> tuple[int, ...]:
-    """Return the roots of a shard and of all its images."""
+    """Return the roots of a shard and of its images."""
     if not isinstance(shards, ImageShards):
         return (owner_of(shard),)
-    images = shards.elements[:, owner_of(shards.templates[template])].tolist()
-    return tuple(sorted(set(images)))
+    images = shards.elements[:, owner_of(shards.templates[template])]
+    if shards.parts is not None:
+        images = images[list(shards.parts.elements[template])]
+    return tuple(sorted(set(images.tolist())))
 
 
 def _shard_shape(

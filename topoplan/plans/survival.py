@@ -74,6 +74,7 @@ def renamed_plan(plan: Plan, names: Mapping[str, str], topology: Topology) -> Pl
                 fabric.size,
                 tuple(_conjugate(generator, image) for generator in plan.shards.generators),
                 tuple(move(shard) for shard in plan.shards.templates),
+                plan.shards.parts,
             )
         else:
             shards = _in_plan_order(plan.collective, [move(shard) for shard in plan.shards])

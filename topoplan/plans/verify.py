@@ -205,6 +205,13 @@ def _check_shares(plan: Plan) -> None:
     for number, (shard, count) in enumerate(plan.shard_counts):
         if shard.share <= 0:
             raise PlanError(f"share {shown(shard.share)} must be above zero", shard=number)
+        if isinstance(plan.shards, ImageShards) and plan.shards.parts is not None:
+            mean = plan.shards.parts.share(number)
+            if shard.share != mean:
+                raise PlanError(
+                    f"share {shown(shard.share)} is not the mean of its images' parts, {shown(mean)}",
+                    shard=number,
+                )
         total += shard.share * count
         if plan.collective in ("allgather", "reduce_scatter"):
             owner = _owner(plan, shard, number)
@@ -233,6 +240,14 @@ def _shared_by_symmetry(plan: Plan, owned: list[Fraction]) -> list[Fraction]:
     """Return every rank's share, given the shares of the templates' owners with all their images."""
     if not isinstance(plan.shards, ImageShards):
         return owned
+    images = plan.shards.parts
+    if images is not None:
+        parts = [0] * len(owned)
+        for number, (template, each) in enumerate(zip(plan.shards.templates, images.parts, strict=True)):
+            owners = plan.shards.elements[list(plan.shards.images[number]), owner_of(template)]
+            for owner, part in zip(owners.tolist(), each, strict=True):
+                parts[owner] += part
+        return [Fraction(part, images.unit) for part in parts]
     orbit = orbits(len(plan.shards.nodes), [np.array(generator) for generator in plan.shards.generators])[
         : len(owned)
     ].tolist()

@@ -9,8 +9,9 @@ often optimal.
 If bandwidths were measured and no two ranks are equivalent, the machine with the slowest link of each kind is
 planned first: it has its symmetries back, and a forest for it runs at least as fast on the measured machine. Two
 links are of one kind if channel and kinds of device at both ends agree and no gap of bandwidths separates them. The
-loss is bounded, and is about how far the slowest links lie below the mean. Rate and bound are always recomputed
-from the finished plan.
+loss is about how far the slowest links lie below the mean; above 64 ranks the images of the trees are then weighed by
+the measured bandwidths (`image_weights`), and up to 64 the exact search starts from the images. Rate and bound are
+always recomputed from the finished plan.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from topoplan.plans.certificates.certificate import Certificate
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.minimum_trees import LARGEST_EXACT
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, TREES, Plan
+from topoplan.plans.shards import Shard
 from topoplan.solve.cuts_and_partitions import best_bound, bounded_plan, equivalent_ranks, quick_bound
 from topoplan.solve.packing.packing_program import Packing, TreeColumn
 from topoplan.solve.search_control import Deadline
@@ -454,12 +456,18 @@ def _plan_exact(
         )
     slowest = floored_by_kind(fabric)
     floored: Plan | None = None
+    start: Plan | None = None
     if slowest is not None:
         final = deadline.limit is None and fabric.size > MOST_FREE
         symmetric = _plan_exact(slowest, collective, root, order, deadline, progress, tolerance)
-        floored = _floored_plan(fabric, symmetric, tolerance, final=final)
+        floored = _floored_plan(fabric, slowest, symmetric, tolerance, final=final, progress=progress)
         if floored.gap <= tolerance or final:
             return floored
+        if fabric.size <= MOST_FREE:
+            from topoplan.solve.packing.image_weights import as_images, symmetric_trees
+
+            images = as_images(symmetric.shards, slowest, root)
+            start = replace(floored, shards=symmetric_trees(fabric, images))
     packing = Packing(fabric, collective, root)
     one_hop: Plan | None = None
     if on_one_switch(fabric) and fabric.size <= MOST_STARS and not fabric.in_network:
@@ -475,7 +483,9 @@ def _plan_exact(
             return replace(composed, method="exact")
     from topoplan.solve.packing.exact import pack_exact
 
-    packed = pack_exact(fabric, collective, root=root, order=order, time_limit=deadline, progress=progress)
+    packed = pack_exact(
+        fabric, collective, root=root, order=order, time_limit=deadline, progress=progress, known=start
+    )
     made = _packed_plan(fabric, collective, root, packed)
     if inner and made.gap > 0 and not deadline.cut:
         made = plan_over_inner_vertices(
@@ -495,19 +505,50 @@ def _plan_exact(
     return made
 
 
-def _floored_plan(fabric: Fabric, symmetric: Plan, tolerance: float, *, final: bool) -> Plan:
-    """Return the plan for the slowest links of each kind on the actual links, with its gap to the bound there."""
-    made = build_plan(
-        fabric,
-        symmetric.collective,
-        root=symmetric.root,
-        shards=symmetric.shards,
-        certificate=quick_bound(fabric, symmetric.collective, symmetric.root),
-        schedule=symmetric.schedule,
-        method="exact",
-        notes=symmetric.notes,
-    )
-    note = f"packed on the slowest bandwidth of each kind of link, {made.gap:.3%} below the bound"
+def _floored_plan(
+    fabric: Fabric,
+    slowest: Fabric,
+    symmetric: Plan,
+    tolerance: float,
+    *,
+    final: bool,
+    progress: Callable[[str], None] | None,
+) -> Plan:
+    """Return the plan for the slowest links of each kind on the actual links, with its gap to the bound there.
+
+    Images of its trees are weighed by the actual bandwidths if the gap exceeds the tolerance.
+    """
+    certificate = quick_bound(fabric, symmetric.collective, symmetric.root)
+
+    def made_of(shards: Sequence[Shard]) -> Plan:
+        return build_plan(
+            fabric,
+            symmetric.collective,
+            root=symmetric.root,
+            shards=shards,
+            certificate=certificate,
+            schedule=symmetric.schedule,
+            method="exact",
+        )
+
+    made = made_of(symmetric.shards)
+    note = "packed on the slowest bandwidth of each kind of link"
+    if made.gap > tolerance and fabric.size > MOST_FREE:
+        from topoplan.solve.packing.image_weights import as_images, weighed_images
+
+        shards = weighed_images(
+            fabric,
+            as_images(symmetric.shards, slowest, symmetric.root),
+            symmetric.collective,
+            bound=certificate.bound(fabric, symmetric.collective, symmetric.root),
+            tolerance=tolerance,
+            progress=progress,
+        )
+        weighed = made if shards is None else made_of(shards)
+        if weighed.rate > made.rate:
+            made = weighed
+            note += ", images of the trees weighed by the actual ones"
+    note += f", {made.gap:.3%} below the bound"
     if made.gap > tolerance:
         note += f", more than the {tolerance:.3%} that are allowed"
         note += "; --time-limit S searches on from there" if final else ""

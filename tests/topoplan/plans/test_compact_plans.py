@@ -32,7 +32,7 @@ from topoplan.machine.fabric_structure import group_elements, is_automorphism
 from topoplan.plans.build import build_plan
 from topoplan.plans.loads import forest_rate, link_loads
 from topoplan.plans.minimum_trees import UNREACHABLE
-from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
+from topoplan.plans.shards import Edge, ImageParts, ImageShards, Shard, Stage
 from topoplan.solve.cuts_and_partitions import best_bound
 from topoplan.solve.packing.packing_program import Packing
 
@@ -167,6 +167,83 @@ def test_a_compact_plan_and_its_expansion_are_checked_alike(
             topoplan.verify(small)
         return
     assert topoplan.verify(small) == expected
+
+
+@given(compact(), st.data())
+@settings(max_examples=30, deadline=None)
+def test_images_with_parts_of_their_own_are_checked_as_their_expansion_is(
+    made: tuple[Fabric, str, int | None, ImageShards], data: st.DataObject
+) -> None:
+    """Some images with any parts: loads, files and verification are those of the listed shards."""
+    fabric, collective, root, shards = made
+    elements, parts = [], []
+    for images in shards.images:
+        chosen = sorted(data.draw(st.sets(st.sampled_from([*images]), min_size=1)))
+        elements.append(tuple(chosen))
+        parts.append(tuple(data.draw(st.integers(1, 9)) for _ in chosen))
+    own = ImageParts(sum(map(sum, parts)), tuple(elements), tuple(parts))
+    templates = (replace(one, share=own.share(place)) for place, one in enumerate(shards.templates))
+    shards = replace(shards, templates=tuple(templates), parts=own)
+    assert link_loads(shards, fabric) == link_loads(tuple(shards), fabric)
+    small = build_plan(
+        fabric,
+        collective,
+        root=root,
+        shards=shards,
+        certificate=best_bound(fabric, collective, root),
+        schedule="trees",
+        method="hand",
+    )
+    large = replace(small, shards=tuple(shards))
+    again = Plan.from_json(small.to_json())
+    assert (again, again.to_json()) == (small, small.to_json())
+    assert (small.num_trees, small.height) == (large.num_trees, large.height)
+    try:
+        expected = topoplan.verify(large)
+    except PlanError:
+        with pytest.raises(PlanError):
+            topoplan.verify(small)
+        return
+    assert topoplan.verify(small) == expected
+
+
+PARTS = {"unit": 8, "images": [{"elements": [0, 1], "parts": [3, 5]}]}
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"unit": 0, "images": PARTS["images"]}, "unit of parts must be from 1 to"),
+        ({"unit": 7, "images": PARTS["images"]}, "add up to 8, above their unit, 7"),
+        ({"unit": 8, "images": []}, "parts of 0 shards do not fit the 1"),
+        ({"unit": 8, "images": [{"elements": [0], "parts": [3, 5]}]}, "has 1 images and 2 parts"),
+        ({"unit": 8, "images": [{"elements": [1, 0], "parts": [3, 5]}]}, "must ascend"),
+        ({"unit": 8, "images": [{"elements": [0, 1], "parts": [8, 0]}]}, "must be 1 or more, got 0"),
+        ({"unit": 8, "images": [{"elements": [0, 2], "parts": [3, 5]}]}, "image 2 does not exist"),
+        ({"unit": 8, "images": [{"elements": [0, True], "parts": [3, 5]}]}, "must be a whole number"),
+        ({"unit": 9, "images": PARTS["images"]}, "is not the mean of its images' parts"),
+        ({"unit": 8, "images": PARTS["images"], "more": 1}, "more"),
+    ],
+)
+def test_wrong_parts_are_refused(parts: object, words: str) -> None:
+    """Two trees of two ranks, 3/8 and 5/8 of an allreduce."""
+    fabric = Fabric(machine(2, both_ways({("gpu0", "gpu1"): 10.0})), ("nvlink",))
+    edges = (Edge(0, 1, ("gpu0", "gpu1"), "nvlink"),)
+    star = Shard(Fraction(1, 2), (Stage("reduce", 0, edges), Stage("broadcast", 0, edges)))
+    good = ImageShards(fabric.nodes, 2, ((1, 0),), (star,), ImageParts.from_object(PARTS))
+    made = build_plan(
+        fabric,
+        "allreduce",
+        root=None,
+        shards=good,
+        certificate=best_bound(fabric, "allreduce"),
+        schedule="trees",
+        method="hand",
+    )
+    assert topoplan.verify(made).rate == made.rate
+    assert [shard.share for shard in made.shards] == [Fraction(3, 8), Fraction(5, 8)]
+    with pytest.raises(PlanError, match=words):
+        topoplan.verify(Plan.from_object({**made.to_object(), "parts": parts}))
 
 
 @cache

@@ -232,6 +232,12 @@ class ColumnGeneration:
                     f"packing: {len(self.trees)} trees of {packing.fabric.size} GPUs, {rate:.6g} GB/s"
                 )
 
+    def pack_known(self, target: Fraction) -> bool:
+        """Pack the trees that have been added; return whether they reach the target."""
+        goal = target / self.packing.rate_of_one
+        self.program.optimise(target=goal)
+        return self.program.reaches(goal)
+
     def _proved(self, lengths: list[int], priced: list[tuple[TreeColumn, int]]) -> Fraction:
         """Return the bound that lengths prove for columns of this height: sum of c y over the cheapest forest."""
         total = sum(c * y for c, y in zip(self.packing.limits, lengths, strict=True))

@@ -7,11 +7,12 @@ under which every forest is long enough.
 Few ranks (`has_exact_tables`): trees of any height give the optimum. Then heights are tried from the lowest on, and
 each is refuted by its own duals before the next is tried, so the height is the lowest possible.
 
-All others are packed on orbits of their symmetries. Heights are tried from the lowest possible one on: the first at
-which column generation reaches the bound is taken. If the bound is not reached, the duals of the run may themselves
-prove its value; else the optimum is found with trees of any height, priced exactly, and low heights are tried once
-more for that rate. The height is proved lowest if hop counts force it, or if it is one above a refuted star (the star
-of a rank is its only tree of height 1). Otherwise it is the lowest found, and the plan says so.
+All others are packed on orbits of their symmetries. The trees of a known plan come first. Then heights are tried from
+the lowest possible one on: the first at which column generation reaches the bound is taken. If the bound is not
+reached, the duals of the run may themselves prove its value; else the optimum is found with trees of any height, priced
+exactly, and low heights are tried once more for that rate. The height is proved lowest if hop counts force it, or if it
+is one above a refuted star (the star of a rank is its only tree of height 1). Otherwise it is the lowest found, and the
+plan says so.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from functools import cached_property
 from topoplan.errors import Note, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.certificates.certificate import Certificate, Lengths
-from topoplan.plans.shards import Shard
+from topoplan.plans.plan import Plan
+from topoplan.plans.shards import Shard, Stage, owner_of
 from topoplan.solve.cuts_and_partitions import best_bound, lowest, proved_bounds
 from topoplan.solve.packing.column_generation import ColumnGeneration, ProgressCallback
 from topoplan.solve.packing.fewest_trees import fewest_peeled, with_few_trees
@@ -83,16 +85,19 @@ def pack_exact(
     order: str = "height",
     time_limit: float | Deadline | None = None,
     progress: ProgressCallback | None = None,
+    known: Plan | None = None,
 ) -> ExactPacking:
     """Return the optimal packing of a collective on at least two connected ranks, with its certificate.
 
     ``order`` is ``height`` (lowest height found, then few trees), ``trees`` (few trees of any height) or ``first`` (the
-    first optimum of the lowest height found). After ``time_limit`` seconds the best packing so far is taken: heights,
-    rounds and walks under way are ended. The number of columns stays near the number of rows; DGX-1V takes
-    milliseconds.
+    first optimum of the lowest height found). ``known`` is a plan whose trees and bound are tried first, by height:
+    that is quick on measured bandwidths. After ``time_limit`` seconds the best packing so far is taken: heights, rounds
+    and walks under way are ended. The number of columns stays near the number of rows; DGX-1V takes milliseconds.
     """
-    pack = _pack_few if has_exact_tables(fabric) else _pack_on_orbits
-    return pack(fabric, collective, root, order, deadline_of(time_limit), progress)
+    deadline = deadline_of(time_limit)
+    if has_exact_tables(fabric):
+        return _pack_few(fabric, collective, root, order, deadline, progress)
+    return _pack_on_orbits(fabric, collective, root, order, deadline, progress, known)
 
 
 def pack_low(
@@ -228,6 +233,7 @@ def _pack_on_orbits(
     order: str,
     deadline: Deadline,
     progress: ProgressCallback | None,
+    first: Plan | None,
 ) -> ExactPacking:
     known: _Found | None = None
     enough = 1 if order == "trees" and root is not None else fabric.size
@@ -242,7 +248,7 @@ def _pack_on_orbits(
             break
         if known is not None and deadline.over():
             break
-        search = _Search(packing, order, progress, deadline)
+        search = _Search(packing, order, progress, deadline, first)
         search.run()
         found = _Found(search, elements)
         if known is None or found.rank(order) < known.rank(order):
@@ -250,6 +256,26 @@ def _pack_on_orbits(
     assert known is not None, "the first group is always tried"
     search = known.search
     return ExactPacking(search.packing, known.weights, search.certificate, search.notes())
+
+
+def _parents(stage: Stage, size: int) -> tuple[int, ...]:
+    parents = [-1] * size
+    for edge in stage.edges:
+        parents[edge.child] = edge.parent
+    return tuple(parents)
+
+
+def _columns_of(packing: Packing, shards: Sequence[Shard]) -> list[TreeColumn]:
+    """Return the trees of shards on the shortest routes, if their roots are among those of the packing."""
+    trees = []
+    for shard in shards:
+        parents = {"reduce": (), "broadcast": ()} | {
+            stage.op: _parents(stage, packing.fabric.size) for stage in shard.stages
+        }
+        trees.append((owner_of(shard), parents["reduce"], parents["broadcast"]))
+    return packing.trees(
+        [tree for tree in trees if tree[0] in packing.roots], packing.routes([1] * len(packing.limits))
+    )
 
 
 class _Found:
@@ -291,15 +317,21 @@ class _Search:
     order: str
     progress: ProgressCallback | None
     deadline: Deadline
+    known: Plan | None = None
     best: ColumnGeneration | None = None
     refuted: int = 0
     target: Fraction = field(init=False)
     certificate: Certificate = field(init=False)
+    first: list[TreeColumn] = field(init=False)
 
     def __post_init__(self) -> None:
         packing = self.packing
-        self.certificate = best_bound(packing.fabric, packing.collective, packing.root)
-        bound = self.certificate.bound(packing.fabric, packing.collective, packing.root)
+        asked = packing.fabric, packing.collective, packing.root
+        candidates: list[Certificate] = [best_bound(*asked)]
+        if self.known is not None:
+            candidates.append(self.known.certificate)
+        bound, self.certificate = lowest([(one.bound(*asked), one) for one in candidates])
+        self.first = [] if self.known is None else _columns_of(packing, self.known.shards)
         self.target = bound * packing.scale
         self.lowest = _lowest_height(packing)
         self.refuted = self.lowest - 1
@@ -313,6 +345,11 @@ class _Search:
             if not self.best.run(self.target):
                 self._prove(self.packing.certificate(self.best.duals()))
             return
+        for height in sorted({tree.height for tree in self.first}):
+            self.best = self._generation(height)
+            self.best.add([tree for tree in self.first if tree.height <= height])
+            if self.best.pack_known(self.target):
+                return
         for height in range(self.lowest, self.lowest + FIRST_HEIGHTS):
             if self._try(height) or self.deadline.over():
                 return
@@ -356,7 +393,7 @@ class _Search:
                 self.certificate, self.target = lengths, bound * packing.scale
 
     def _pool(self) -> list[TreeColumn]:
-        return self.best.trees if self.best is not None else []
+        return [*self.first, *(self.best.trees if self.best is not None else ())]
 
     def notes(self) -> tuple[str, ...]:
         """State what is not proved of the height that was taken."""
