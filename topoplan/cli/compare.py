@@ -191,7 +191,8 @@ def _lines(topology: Topology, row: Comparison) -> Iterator[str]:
         yield f"{where}: a single GPU sends nothing"
         return
     noun = "path" if row.collective == ALL_TO_ALL else "tree"
-    yield f"{where}, over {channel_words((row.channel or '').split('+'))}: {_beside_nccl(row, f'{noun}s')}"
+    over = channel_words((row.channel or "").split("+"), topology)
+    yield f"{where}, over {over}: {_beside_nccl(row, f'{noun}s')}"
 
     def both(rate: float) -> str:
         return rate_words(rate, row.collective, ranks)

@@ -82,7 +82,7 @@ def _order_lines(answer: OrderAnswer, ranked: RankOrder) -> Iterator[str]:
         verdict = (
             f"this order makes the {', '.join(gains)}" if gains else "this order is as fast as the one given"
         )
-    yield f"{_title(answer)}, over {channel_words(channels)}: {verdict}"
+    yield f"{_title(answer)}, over {channel_words(channels, answer.machine.whole)}: {verdict}"
     yield ""
     rates: tuple[Column[RatePairs], ...] = (
         Column("", value=lambda row: row[0]),

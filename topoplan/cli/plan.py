@@ -337,8 +337,9 @@ def _run_bound(options: argparse.Namespace) -> Answer:
     def text() -> Iterator[str]:
         where = f"{proved.topology.name}, {counted(len(proved.ranks), 'GPU')}"
         without, beyond_words = in_network_words(proved)
+        over = channel_words(proved.channels, proved.topology)
         yield (
-            f"{collective_name(proved.collective)} on {where}, over {channel_words(proved.channels)}: at most "
+            f"{collective_name(proved.collective)} on {where}, over {over}: at most "
             f"{' '.join(filter(None, (rates_of(proved.rate, proved), without)))}"
         )
         yield from labelled(
@@ -417,7 +418,7 @@ def plan_lines(
         return
     without, beyond = in_network_words(plan)
     by_phase = phases(plan)
-    where = f"{collective_words(plan)} on {machine_words(plan)}, over {channel_words(plan.channels)}"
+    where = f"{collective_words(plan)} on {machine_words(plan)}, over {channel_words(plan.channels, plan.topology)}"
     head = [
         f"{where}: {rate_verdict(plan.gap, without)}",
         *labelled(*_plan_facts(plan, order, beyond, by_phase, every=every)),

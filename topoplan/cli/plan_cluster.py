@@ -145,7 +145,7 @@ def plan_lines(plan: PlanByKind, times: KindTimes | None = None, *, every: bool 
     noun, _ = _nouns(plan)
     yield (
         f"{operation_words(plan)} on {plan.cluster.name}, {size:,} GPUs of {plan.cluster.servers:,} servers, over "
-        f"{channel_words(plan.channels)}: {rate_verdict(plan.gap, without_words(plan))}"
+        f"{channel_words(plan.channels, plan.sample.topology)}: {rate_verdict(plan.gap, without_words(plan))}"
     )
     yield from labelled(
         ("algbw", rate_words(plan.rate, plan.collective, size)),
@@ -309,7 +309,7 @@ def _survival_lines(book: SurvivalByKind, *, every: bool) -> Iterator[str]:
     found = "no failure has a plan" if worst is None else f"worst {worst[1].rate:.6g} GB/s without {worst[0]}"
     yield (
         f"{operation_words(whole)} on {whole.cluster.name}, {size:,} GPUs of {whole.cluster.servers:,} servers, over "
-        f"{channel_words(whole.channels)}: {sum(kinds.values()):,} single failures, {found}"
+        f"{channel_words(whole.channels, whole.sample.topology)}: {sum(kinds.values()):,} single failures, {found}"
     )
     plans = f"{sum(one.count for one in planned):,}, in {counted(len(planned), 'equivalence class')}"
     yield from labelled(

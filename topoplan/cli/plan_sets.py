@@ -120,7 +120,7 @@ def _mesh_lines(mesh: MeshPlans, *, every: bool) -> Iterator[str]:
     without = next(filter(None, (in_network_words(group.plan)[0] for group in mesh.groups)), "")
     yield (
         f"{collective_name(first.collective)} on {mesh.topology.name}, a mesh of {axes}, over "
-        f"{channel_words(first.channels)}: {rate_verdict(mesh.gap, without)}"
+        f"{channel_words(first.channels, first.topology)}: {rate_verdict(mesh.gap, without)}"
     )
     bus = {bus_words(mesh.rate, first.collective, len(group.plan.ranks)) for group in mesh.groups}
     yield from labelled(
@@ -292,7 +292,7 @@ def _survival_lines(book: SurvivalPlans, size: int, *, every: bool) -> Iterator[
     whole, plans = book.whole, _plans(book)
     worst = _worst(book)
     found = "no failure has a plan" if worst is None else f"worst {_gbps(worst[1])} without {worst[0]}"
-    where = f"{collective_words(whole)} on {machine_words(whole)}, over {channel_words(whole.channels)}"
+    where = f"{collective_words(whole)} on {machine_words(whole)}, over {channel_words(whole.channels, whole.topology)}"
     yield f"{where}: {counted(len(book.outcomes), 'single failure')}, {found}"
     kinds = Counter(outcome.failure.kind for outcome in book.outcomes)
     none = [one for one in book.outcomes if one.plan is None and one.like is None]
@@ -300,7 +300,7 @@ def _survival_lines(book: SurvivalPlans, size: int, *, every: bool) -> Iterator[
     left_out, beyond = in_network_words(whole)
     whole_rate = f"{_rate_words(whole)} without a failure: {rate_verdict(whole.gap, left_out)}"
     worst_rate = "" if worst is None else f"{_rate_words(worst[1])} without {worst[0]}"
-    without = f"without {channel_words(whole.channels)}"
+    without = f"without {channel_words(whole.channels, whole.topology)}"
     fallbacks = [
         f"{counted(number, 'failure')} {without}: over {channel_words(channels)}"
         for channels, number in Counter(plan.channels for plan in other).items()
@@ -348,7 +348,7 @@ def _class_row(failures: Sequence[MachineFailure], plan: Plan | None) -> tuple[s
     rates = ("-", "-", "-")
     if plan is not None and bus is not None:
         rates = (f"{plan.rate:.6g}", f"{bus:.6g}", f"{plan.bound:.6g}")
-    over = "no plan" if plan is None else channel_words(plan.channels)
+    over = "no plan" if plan is None else channel_words(plan.channels, plan.topology)
     return _failure_names(failures), str(len(failures)), *rates, over
 
 

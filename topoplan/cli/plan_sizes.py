@@ -230,7 +230,7 @@ def _lines(choice: ScheduleChoice, lines: Sequence[RangeTimes], beside: int, *, 
         if starts
         else "one for all sizes"
     )
-    yield f"{where}, over {channel_words(best.channels)}, by message size: {found}"
+    yield f"{where}, over {channel_words(best.channels, best.topology)}, by message size: {found}"
     without, beyond = in_network_words(best)
     head = labelled(
         ("algbw", f"{rates_of(best.rate, best)} at large sizes: {rate_verdict(best.gap, without)}"),

@@ -217,7 +217,7 @@ def _set_lines(
     if best.channel is None:
         yield f"{title}: no path joins any {count} of the {free} GPUs"
         return
-    over = channel_words(best.channel.split("+"))
+    over = channel_words(best.channel.split("+"), machine.whole)
     if len(classes) == 1:
         chosen = f"all {free} GPUs" if free == count else f"any {count} of the {free} GPUs: all equal"
         yield f"{title}, {chosen}"

@@ -155,7 +155,7 @@ def _by_kind_answer(plan: PlanByKind, text: str) -> Answer:
     def lines() -> Iterator[str]:
         yield (
             f"valid: {operation_words(plan)} on {plan.cluster.name}, {plan.size:,} GPUs of {plan.cluster.servers:,} "
-            f"servers, over {channel_words(plan.channels)}: {_verdict(report)}"
+            f"servers, over {channel_words(plan.channels, plan.sample.topology)}: {_verdict(report)}"
         )
         rate, most = (
             rate_words(each, plan.collective, plan.size, digits=9) for each in (report.rate, report.bound)
@@ -482,7 +482,8 @@ def _report_lines(plan: Plan, report: Verification) -> Iterator[str]:
         yield f"valid: {where}: {_verdict(report)}"
         return
     without, beyond = in_network_words(plan)
-    yield f"valid: {where}, over {channel_words(plan.channels)}: {_verdict(report)}{without and f' {without}'}"
+    over = channel_words(plan.channels, plan.topology)
+    yield f"valid: {where}, over {over}: {_verdict(report)}{without and f' {without}'}"
     rate, most = (rates_of(gbps, plan, digits=9) for gbps in (report.rate, report.bound))
     yield from labelled(
         ("algbw", f"{rate} (exactly {report.exact_rate}), recomputed from the loads of the links"),

@@ -359,12 +359,17 @@ class Fabric:
         return reached
 
 
-def channel_words(channels: Sequence[str]) -> str:
+def channel_words(channels: Sequence[str], topology: Topology | None = None) -> str:
     """Return the channels of a plan, or of its links, as words for a sentence.
+
+    Channels of which ``topology`` has no link are left out, unless it has none of any.
 
     >>> channel_words(("nvlink", "network")), channel_words(("all",))
     ('NVLink and the network', 'NVLink and PCIe together')
     """
+    if topology is not None:
+        linked = {link.channel for link in topology.links}
+        channels = [one for one in channels if linked & set(CHANNEL_LINKS[one])] or channels
     return " and ".join(_WORDS.get(channel, channel) for channel in channels)
 
 

@@ -623,7 +623,10 @@ class Plan(Plans):
             ("notes", f"{len(self.notes)}, in plan.notes" if self.notes else ""),
         )
         return "\n".join(
-            [f"{where}, {ranks}, over {channel_words(self.channels)}: {proved}{without}", *facts]
+            [
+                f"{where}, {ranks}, over {channel_words(self.channels, self.topology)}: {proved}{without}",
+                *facts,
+            ]
         )
 
     def _relayed_edges(self) -> list[str]:

@@ -25,6 +25,7 @@ from tests.support.small_fabrics import both_ways
 from tests.support.small_fabrics import machine as small_machine
 from tests.support.small_machines import library_cases
 from topoplan.errors import TopologyError, warnings_first
+from topoplan.machine.small_machines import SMALL_MACHINES
 from topoplan.machine.topology import Device, Link, Topology
 from topoplan.machine.variants import slow_links, without_devices, without_links
 from topoplan.operate.compare.costs import costs_of
@@ -253,7 +254,7 @@ def test_every_kind_of_damage_is_found(kind: str) -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", library_cases("a100-pcie-bridges-x8", "rtx3090-bridges-x4"))
+@pytest.mark.parametrize("name", library_cases(*SMALL_MACHINES))
 def test_whole_machines_are_healthy(name: str) -> None:
     machine = topoplan.load(name)
     assert diagnose(machine).resembles == name

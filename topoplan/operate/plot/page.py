@@ -231,7 +231,7 @@ def _answer(plan: Plan) -> Markup:
     if len(plan.ranks) == 1:
         return element("p", "One GPU: nothing moves.")
     proved = (
-        element("span", f"provably optimal over {channel_words(plan.channels)}", class_="good")
+        element("span", f"provably optimal over {channel_words(plan.channels, plan.topology)}", class_="good")
         if plan.gap == 0
         else element("span", f"{100 * plan.gap:.2f} % below the upper bound", class_="bad")
     )
@@ -377,7 +377,7 @@ def plan_section(plan: Plan, chosen: Sequence[int]) -> PageSection:
     facts = [
         ("GPUs", number_ranges(chosen)),
         *root,
-        ("over", channel_words(plan.channels)),
+        ("over", channel_words(plan.channels, plan.topology)),
         ("algbw", f"{plan.rate:.6g} GB/s{bus}"),
         ("upper bound", f"{plan.bound:.6g} GB/s{bus_of_bound}"),
         ("because", explain_certificate(plan)),
