@@ -300,13 +300,18 @@ def load_survival(path: str | os.PathLike[str]) -> SurvivalPlans:
     return SurvivalPlans.from_json(read_plan_file(path))
 
 
+MOST_OF_A_PATH = 200
+"""Characters of a file's name in a message: a plan's text may be given in place of its name."""
+
+
 def read_plan_file(path: str | os.PathLike[str]) -> str:
     """Return the text of a file of plans; errors of reading as `load_plan`."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(
-            f"{os.fspath(path)} cannot be read: {error.strerror}; give a plan file, made by topoplan plan -o"
+            f"{os.fspath(path)[:MOST_OF_A_PATH]} cannot be read: {error.strerror}; give a plan file, made by topoplan "
+            "plan -o"
         ) from None
     except UnicodeDecodeError:
         raise UsageError(f"{os.fspath(path)} is binary, not text; give a plan file") from None
