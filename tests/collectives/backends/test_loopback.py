@@ -415,7 +415,7 @@ def test_an_allreduce_plan_runs_all_five_collectives_exactly(name: str) -> None:
     with Communicator(plan, chunk_bytes=4096) as comm:
         for collective in COLLECTIVES:
             assert same(call(comm, collective, arrays), wanted(collective, arrays, root=0))
-        for collective, root in itertools.product(("broadcast", "reduce"), (1, ranks - 1)):
+        for collective, root in itertools.product(("broadcast", "reduce"), (min(1, ranks - 1), ranks - 1)):
             assert same(call(comm, collective, arrays, root=root), wanted(collective, arrays, root=root))
 
 

@@ -175,7 +175,7 @@ def test_a_shell_completes_commands_options_and_machines(done: Done, tmp_path: P
 
     assert completed("veri") == ["verify"]
     assert completed("plan", "dgx-1") == ["dgx-1p", "dgx-1v"]
-    assert completed("plan", "mi") == ["mi250", "mi250x", "mi300x", "mine.json"]
+    assert completed("plan", "mi") == ["mi250", "mi250x", "mi300x", "mi60-hive-x4", "mine.json"]
     assert completed("bench", "x.json", "--back") == ["--backend"]
     assert set(COMMANDS) <= set(completed(""))
     assert "_topoplan_machines" in done("completion zsh")
