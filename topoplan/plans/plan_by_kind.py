@@ -19,7 +19,7 @@ from typing import cast
 from topoplan.errors import PlanError, TopologyError, UsageError
 from topoplan.machine.cluster_by_kind import MOST_SERVERS, ClusterByKind, ClusterSample
 from topoplan.machine.cluster_network import ClusterNetwork
-from topoplan.machine.fabric import CHANNEL_LINKS, Fabric
+from topoplan.machine.fabric import CHANNEL_LINKS, STAGED, Fabric
 from topoplan.machine.nic_wiring import NicPort, WiredServer
 from topoplan.machine.topology import Topology
 from topoplan.plans.build import build_plan
@@ -62,8 +62,12 @@ Templates = tuple[KindTemplate | KindPath, ...]
 MOST_LISTED_GPUS = 16_384
 """GPUs up to which a plan by kind is listed."""
 
-NOT_BY_KIND = "devices that add, copy or forward data of other servers are planned in a list only"
-"""Why a cluster is not planned by kind: distances in a sample prove bounds if routes pass network switches alone."""
+NOT_BY_KIND = (
+    "devices that add, copy or forward data of other servers, and copies through the CPUs' memory, are planned in a "
+    "list only"
+)
+"""Why a cluster is not planned by kind: distances in a sample prove bounds if routes pass network switches alone, and
+classes are those of devices, which staged channels divide."""
 
 ClassLength = tuple[str, str, Fraction]
 """Source and destination of a link of the sample, and the length of all links of its class."""
@@ -474,7 +478,7 @@ class PlanByKind:
 def unsupported(fabric: Fabric) -> bool:
     """Return whether devices of a sample rule out a plan by kind, see `NOT_BY_KIND`."""
     forwards = any(device.forwards for device in fabric.topology.devices)
-    return forwards or fabric.in_network or bool(fabric.helpers)
+    return forwards or fabric.in_network or bool(fabric.helpers) or STAGED in fabric.channels
 
 
 def _owner(shard: Shard, collective: str) -> tuple[tuple[int, ...], Fraction, int]:

@@ -214,6 +214,15 @@ def test_switches_that_add_and_devices_that_forward_are_left_to_the_list() -> No
         topoplan.verify(replace(plan, cluster=replace(plan.cluster, kinds=(wired,))))
 
 
+def test_copies_through_the_memory_of_cpus_are_left_to_the_list() -> None:
+    many = cluster_by_kind([Server("dgx-1v", count=40)], nic_gbps=100)
+    with pytest.raises(InfeasibleError, match="through the CPUs' memory, are planned in a list only"):
+        plan_by_kind(many, "all_reduce", channels="all-staged+network")
+    value = json.loads(plan_by_kind(many, "all_reduce", channels="all+network").to_json())
+    with pytest.raises(PlanError, match="are planned in a list only"):
+        verify_by_kind(PlanByKind.from_object({**value, "channels": ["all-staged", "network"]}))
+
+
 def test_roles_that_do_not_fall_on_all_servers_equally_are_refused() -> None:
     # Leaves of four and of three servers: entries of a leaf of four need shifts for roots in the leaf of three.
     uneven = cluster_by_kind(
