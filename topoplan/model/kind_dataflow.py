@@ -24,7 +24,7 @@ from topoplan.errors import PlanError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterSample, ServerPlace
 from topoplan.model.closed_form import Pipeline, Timeline, pipeline, timeline
 from topoplan.model.dataflow import Dataflow, Indices, Starters, flow_of
-from topoplan.plans.kind_exchange import KindPath
+from topoplan.plans.kind_exchange import KindPath, placings
 from topoplan.plans.kind_templates import KindTemplate, beside_root, centre_of, image_count, represented
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import Shard, Stage
@@ -136,7 +136,7 @@ def _starters(
         if child == parent or isinstance(template, KindPath):
             # Images of a path are an orbit: all routes of a pattern have equally many.
             copies = flow.counts[hop.shard] * stands[hop.shard][child]
-            alike.setdefault(pattern, []).append((number, copies / _server_pairs(sample, parent, child)))
+            alike.setdefault(pattern, []).append((number, copies / placings(sample, (parent, child))))
         else:
             roles = Roles(template.root, template.centre, template.entries, template.shifts, parent, child)
             between.setdefault(pattern, []).append((number, (roles, upwards)))
@@ -153,16 +153,6 @@ def _starters(
         tuple(narrow),
         tuple(copies for _, _, copies in pairs),
     )
-
-
-def _server_pairs(sample: ClusterSample, first: int, second: int) -> int:
-    """Return how many pairs of servers are placed like two of the sample; servers, if both are one."""
-    here, there = (sample.cluster.cells[sample.places[one].cell] for one in (first, second))
-    if first == second:
-        return here.servers
-    if sample.leaf_of(first) == sample.leaf_of(second):
-        return here.servers * (there.count - (here == there))
-    return here.servers * there.count * (there.leaves - (here.leaf_class == there.leaf_class))
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,29 @@ class KindPath:
         return path_ends(Shard(self.share, self.stages))
 
 
+def radices(sample: ClusterSample, servers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return how many leaves, and how many positions there, each of some servers may take after those before."""
+    cells, places = sample.cluster.cells, sample.places
+    leaves: dict[int, set[int]] = {}
+    taken: dict[tuple[int, int], int] = {}
+    found = []
+    for server in servers:
+        place = places[server]
+        cell = cells[place.cell]
+        known = leaves.setdefault(cell.leaf_class, set())
+        free = 1 if place.leaf in known else cell.leaves - len(known)
+        known.add(place.leaf)
+        before = taken.get(place[:2], 0)
+        taken[place[:2]] = before + 1
+        found.append((free, cell.count - before))
+    return found
+
+
+def placings(sample: ClusterSample, servers: Sequence[int]) -> int:
+    """Return in how many ways servers are placed like some of the sample; one named twice counts once."""
+    return prod(leaves * positions for leaves, positions in radices(sample, dict.fromkeys(servers)))
+
+
 @dataclass(frozen=True)
 class PathImages:
     """The images of one path as shards of the whole cluster, made on request."""
@@ -76,31 +99,14 @@ class PathImages:
         """The servers of source and destination."""
         return [self.sample.server_of(self.fabric.ranks[rank]) for rank in self.template.ends]
 
-    def _radices(self, servers: Sequence[int]) -> list[tuple[int, int]]:
-        """Return how many leaves, and how many positions there, each of some servers may take after those before."""
-        cells, places = self.sample.cluster.cells, self.sample.places
-        leaves: dict[int, set[int]] = {}
-        taken: dict[tuple[int, int], int] = {}
-        found = []
-        for server in servers:
-            place = places[server]
-            cell = cells[place.cell]
-            known = leaves.setdefault(cell.leaf_class, set())
-            free = 1 if place.leaf in known else cell.leaves - len(known)
-            known.add(place.leaf)
-            before = taken.get(place[:2], 0)
-            taken[place[:2]] = before + 1
-            found.append((free, cell.count - before))
-        return found
-
     @cached_property
     def _digits(self) -> list[tuple[int, int]]:
-        return self._radices(self._servers)
+        return radices(self.sample, self._servers)
 
     @cached_property
     def count(self) -> int:
         """Number of images."""
-        return prod(leaves * positions for leaves, positions in self._digits)
+        return placings(self.sample, self._servers)
 
     @property
     def edges(self) -> int:
@@ -110,8 +116,7 @@ class PathImages:
     @cached_property
     def pairs(self) -> int:
         """Number of pairs of ranks of the commodity."""
-        ends = list(dict.fromkeys(self._ends))
-        return prod(leaves * positions for leaves, positions in self._radices(ends))
+        return placings(self.sample, self._ends)
 
     @property
     def share_each(self) -> Fraction:

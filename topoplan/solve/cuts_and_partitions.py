@@ -350,7 +350,7 @@ def _cheapest_partition(size: int, weight: dict[tuple[int, int], int], price: Fr
     for (a, b), c in weight.items():
         neighbours[a].append((b, unit * c))
         neighbours[b].append((a, unit * c))
-    # Of every vertex, its links to later ones than v.
+    # The links of every vertex to those after v.
     later = [sum(c for _, c in each) for each in neighbours]
     inner: list[tuple[int, int, int]] = []
     potential: list[int] = []

@@ -110,6 +110,22 @@ def trees(draw: st.DrawFn, cost: np.ndarray, root: int) -> list[int]:
     return parents
 
 
+def in_both_forms(
+    fabric: Fabric, collective: str, root: int | None, shards: ImageShards
+) -> tuple[Plan, Plan]:
+    """The plan of the templates, and that of the listed shards."""
+    small = build_plan(
+        fabric,
+        collective,
+        root=root,
+        shards=shards,
+        certificate=best_bound(fabric, collective, root),
+        schedule="trees",
+        method="hand",
+    )
+    return small, replace(small, shards=tuple(shards))
+
+
 @given(compact())
 @settings(max_examples=50, deadline=None)
 def test_images_are_the_distinct_images_of_the_definition(
@@ -145,16 +161,7 @@ def test_a_compact_plan_and_its_expansion_are_checked_alike(
     total = sum((s.share * n for s, n in zip(shards.templates, shards.counts, strict=True)), Fraction(0))
     shares = tuple(replace(s, share=s.share / total) for s in shards.templates)
     shards = replace(shards, templates=shares)
-    small = build_plan(
-        fabric,
-        collective,
-        root=root,
-        shards=shards,
-        certificate=best_bound(fabric, collective, root),
-        schedule="trees",
-        method="hand",
-    )
-    large = replace(small, shards=tuple(shards))
+    small, large = in_both_forms(fabric, collective, root, shards)
     for one in (small, large):
         again = Plan.from_json(one.to_json())
         assert again == one
@@ -185,16 +192,7 @@ def test_images_with_parts_of_their_own_are_checked_as_their_expansion_is(
     templates = (replace(one, share=own.share(place)) for place, one in enumerate(shards.templates))
     shards = replace(shards, templates=tuple(templates), parts=own)
     assert link_loads(shards, fabric) == link_loads(tuple(shards), fabric)
-    small = build_plan(
-        fabric,
-        collective,
-        root=root,
-        shards=shards,
-        certificate=best_bound(fabric, collective, root),
-        schedule="trees",
-        method="hand",
-    )
-    large = replace(small, shards=tuple(shards))
+    small, large = in_both_forms(fabric, collective, root, shards)
     again = Plan.from_json(small.to_json())
     assert (again, again.to_json()) == (small, small.to_json())
     assert (small.num_trees, small.height) == (large.num_trees, large.height)

@@ -53,7 +53,7 @@ def test_damaged_outputs_leave_no_traceback(reader: Reader, number: int) -> None
 @pytest.mark.parametrize("reader", explained_logs(), ids=lambda reader: reader.name)
 @pytest.mark.parametrize("number", [10, pytest.param(200, marks=pytest.mark.thorough)])
 def test_damaged_logs_are_explained_or_refused(reader: Reader, number: int) -> None:
-    """What follows the parser stands what it let through."""
+    """`explain` takes whatever the parser of a log has accepted."""
     assert outcome(reader, range(number)).tracebacks == {}
 
 
@@ -350,7 +350,7 @@ def test_csv_of_rccl_tests_has_the_figures_of_its_rows() -> None:
 
 
 def test_the_inspector_counts_the_rank_that_came_last() -> None:
-    """Of each operation the shortest time, of each size the median; sizes and busbw as nccl-tests have them."""
+    """The shortest time of each operation counts, and the median of each size; busbw is that of nccl-tests."""
     (run,) = parse_perf_runs(INSPECTOR)
     assert (run.collective, run.stated, run.warnings) == ("allreduce", 8, ())
     assert run.rows[0].timing.seconds == pytest.approx(400e-6)

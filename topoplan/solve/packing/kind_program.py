@@ -146,6 +146,7 @@ class KindProgram(ABC, Generic[Column]):
             row = self.row_of_class[number]
             self.counts[row] += count
             self.limits[row] += capacity_of[number] * count
+        self._plain: dict[int | None, Proof | None] = {}
         self.known: tuple[Column, ...] = ()
         """Columns of the last solution of any height, with which the next one begins."""
         self.shared = collective in ("allgather", "reduce_scatter", ALL_TO_ALL)
@@ -394,7 +395,9 @@ class KindProgram(ABC, Generic[Column]):
 
     def best_plan(self, root: int | None) -> PlanByKind:
         """Return the plan of the best rate, with the lowest height of `heights` that allows it."""
-        aim = self.lowest(root, self.plain_lengths())
+        if root not in self._plain:
+            self._plain[root] = self.lowest(root, self.plain_lengths())
+        aim = self._plain[root]
         target = None if aim is None else aim.bound
         lowest: Solution[Column] | None = None
         with suppress(InfeasibleError):
