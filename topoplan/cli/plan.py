@@ -534,10 +534,11 @@ def tree_lines(plan: Plan, most: int, *, every: bool = False) -> list[str]:
     many = any(one.count > 1 for one in classes)
     apart = len({_channels(plan, shard) for shard, _ in plan.shard_counts} - {""}) > 1
     lengths = None if every else MAX_TREE_LENGTH
+    vertices = plan.vertices
     cells = []
     for one in rows:
         row = _tree_row(plan, one.shard, one.count, longest=lengths)
-        roots = rank_names([plan.vertices[root] for root in sorted(one.roots)])
+        roots = rank_names([vertices[root] for root in sorted(one.roots)])
         share = f"{row['GB/s']:.4g}"
         channel = (str(row["channel"]),) if apart else ()
         number = one.count if many else one.number

@@ -170,6 +170,11 @@ class Fabric:
         return {(link.src, link.dst): number for number, link in enumerate(self.links)}
 
     @cached_property
+    def link_between(self) -> dict[tuple[int, int], int]:
+        """The same by positions in `nodes`."""
+        return {ends: number for number, ends in enumerate(self.ends)}
+
+    @cached_property
     def link_on(self) -> dict[tuple[str, str, str], int]:
         """Index of the widest link from one device to another that an edge of a channel may cross.
 

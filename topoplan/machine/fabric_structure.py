@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.machine.fabric import CHANNEL_LINKS, Fabric
+from topoplan.machine.permutation_groups import Integers, Permutation, orbits
 from topoplan.machine.topology import Device, Link, Topology
-
-Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,13 +332,6 @@ class FabricServers:
                 yield name, Fabric(part, fabric.channels)
 
 
-Permutation = NDArray[np.int64]
-"""Node i, a position in `Fabric.nodes`, is mapped to node ``permutation[i]``."""
-
-LARGEST_TABLE = 1 << 26
-"""Most entries of a table of group elements: 256 MB."""
-
-
 def is_automorphism(fabric: Fabric, permutation: ArrayLike) -> bool:
     """Return whether a permutation of `Fabric.nodes` keeps ranks, switches that copy or add, and every link.
 
@@ -394,111 +386,12 @@ def link_images(fabric: Fabric, elements: NDArray[np.int32], links: Integers) ->
     return images
 
 
-def components(size: int, first: Integers, second: Integers) -> Integers:
-    """Return the connected component of each of ``size`` items, if ``first[k]`` and ``second[k]`` are joined.
-
-    The label is the component's smallest item. Every round hooks the larger of two labels on the smaller and then
-    follows labels to their end (Shiloach and Vishkin 1982), so long chains take few rounds.
-
-    >>> components(5, np.array([3, 4]), np.array([1, 3])).tolist()
-    [0, 1, 2, 1, 1]
-    """
-    label = np.arange(size, dtype=np.int64)
-    while True:
-        left, right = label[first], label[second]
-        apart = left != right
-        if not apart.any():
-            return label
-        low, high = np.minimum(left, right)[apart], np.maximum(left, right)[apart]
-        np.minimum.at(label, high, low)
-        while True:
-            further = label[label]
-            if np.array_equal(further, label):
-                break
-            label = further
-
-
-def orbits(size: int, generators: Sequence[Permutation]) -> Integers:
-    """Return the orbit of each of ``size`` positions under the generated group, labelled by its smallest member."""
-    here = np.arange(size, dtype=np.int64)
-    if not generators:
-        return here
-    return components(size, np.tile(here, len(generators)), np.concatenate(generators))
-
-
 def link_orbits(fabric: Fabric, generators: Sequence[Permutation]) -> Integers:
     """Return the orbit of each link of `Fabric.links` under the generated group, labelled by its first link.
 
     UsageError if a generator does not keep the wires.
     """
     return orbits(len(fabric.links), [link_permutation(fabric, each) for each in generators])
-
-
-def group_elements(generators: Sequence[Permutation], limit: int) -> NDArray[np.int32] | None:
-    """Return all elements of the generated group, int32 of (order, nodes); None if there are more than ``limit``.
-
-    ``generators`` are not empty. The identity is first, then breadth first: products of one generator, of two, …, in
-    the generators' order. None too if the table would exceed `LARGEST_TABLE` entries. Callers share it, read-only.
-    """
-    steps = tuple(np.asarray(each, dtype=np.int32).tobytes() for each in generators)
-    return _group_elements(steps, min(limit, LARGEST_TABLE // max(1, len(generators[0]))))
-
-
-@lru_cache(maxsize=1)
-def _group_elements(generators: tuple[bytes, ...], limit: int) -> NDArray[np.int32] | None:
-    # Cached, since a plan needs the same table several times, and that of a large machine is large.
-    steps = [np.frombuffer(each, dtype=np.int32) for each in generators]
-    frontier = np.arange(len(steps[0]), dtype=np.int32)[None, :]
-    if limit < 1:
-        return None
-    layers = [frontier]
-    known = {frontier.tobytes()}
-    while len(frontier):
-        # Rows are multiplied by all generators in turn: element 0 by each generator, then element 1, …
-        products = np.stack([step[frontier] for step in steps], axis=1).reshape(-1, frontier.shape[1])
-        fresh = []
-        for place, row in enumerate(products):
-            text = row.tobytes()
-            if text not in known:
-                known.add(text)
-                fresh.append(place)
-                if len(known) > limit:
-                    return None
-        frontier = products[fresh]
-        layers.append(frontier)
-    elements = np.concatenate(layers)
-    elements.setflags(write=False)
-    return elements
-
-
-def group_order(generators: Sequence[Permutation], limit: int) -> int | None:
-    """Return the order of the generated group; None if it exceeds ``limit``.
-
-    Commuting generators need no table of elements: an element is then determined by its image of one node of each
-    orbit, for if it fixes x it fixes k(x) for every element k.
-    """
-    if not generators:
-        return 1
-    for place, one in enumerate(generators):
-        if any(not np.array_equal(one[other], other[one]) for other in generators[:place]):
-            elements = group_elements(generators, limit)
-            return None if elements is None else len(elements)
-    label = orbits(len(generators[0]), generators)
-    first = np.arange(len(label))
-    moved = np.bincount(label, minlength=len(label)) > 1
-    representatives = first[(label == first) & moved]
-    rows = representatives[None, :]
-    for step in generators:
-        known = {row.tobytes() for row in rows}
-        layers = [rows]
-        image = step[representatives]
-        while image.tobytes() not in known:
-            layers.append(step[layers[-1]])
-            image = step[image]
-            if len(layers) * len(rows) > limit:
-                return None
-        rows = np.concatenate(layers)
-    return len(rows) if len(rows) <= limit else None
 
 
 def equitable_partition(fabric: Fabric, fixed: Sequence[int] = ()) -> Integers:

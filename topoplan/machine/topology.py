@@ -16,6 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard, cast
 
@@ -323,7 +324,7 @@ def _check_peer_access(stated: Sequence[tuple[int, float]]) -> None:
         previous = gpus
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class Topology:
     """Devices and directed links of one machine or cluster.
 
@@ -394,12 +395,12 @@ class Topology:
                 )
             seen.add(key)
 
-    @property
+    @cached_property
     def gpus(self) -> tuple[str, ...]:
         """Names of the GPUs; position in this tuple is the GPU's number."""
         return tuple(device.name for device in self.devices if device.kind == "gpu")
 
-    @property
+    @cached_property
     def servers(self) -> tuple[str, ...]:
         """Names of the servers, in order of first appearance."""
         return tuple(dict.fromkeys(device.server for device in self.devices if device.server))

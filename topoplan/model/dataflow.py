@@ -18,6 +18,7 @@ NICs and switches, proxy threads, NVLink flags. More: ``tests.bench published``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -111,7 +112,7 @@ def peer_access_seconds(topology: Topology) -> Fraction:
     0.007929
     """
     gpus = [device.server for device in topology.devices if device.kind == "gpu"]
-    count = max((gpus.count(server) for server in set(gpus)), default=0)
+    count = max(Counter(gpus).values(), default=0)
     stated = [(number, exact(seconds)) for number, seconds in topology.peer_access or PEER_ACCESS]
     below = [pair for pair in stated if pair[0] <= count]
     above = [pair for pair in stated if pair[0] > count]
@@ -361,7 +362,7 @@ def _route_orbits(flow: Dataflow, images: ImageShards) -> list[tuple[Hop, tuple[
             image = elements[:, hop.src]
             to_first[hop.src] = np.flatnonzero(image == image.min())
         route = [hop.src, *(ends[link][1] for link in hop.links)]
-        distinct = {tuple(row) for row in elements[to_first[hop.src]][:, route].tolist()}
+        distinct = {tuple(row) for row in elements[to_first[hop.src][:, None], np.array(route)].tolist()}
         size = len(elements) // len(to_first[hop.src]) * len(distinct)
         found.append((hop, (min(distinct), size)))
     return found

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 from topoplan.errors import Note, kind_of, warning
 from topoplan.machine.routing import has_peer_access, unstaged
-from topoplan.machine.topology import Link, Topology, TopologyLike, as_topology
+from topoplan.machine.topology import Device, Link, Topology, TopologyLike, as_topology
 from topoplan.machine.variants import equivalent_servers
 from topoplan.operate.faults import SLOW, Ends, Fault, Kind, compared, lower_median, most_have
 from topoplan.operate.resemblance import (
@@ -407,14 +407,18 @@ def diagnose(topology: TopologyLike) -> Diagnosis:
     faults: list[Fault] = []
     unknown: list[str] = []
     first: Resemblance | None = None
-    whole = unstaged(topology)
-    for server, *others in equivalent_servers(topology) or [("",)]:
-        inside = _server(whole, server)
-        found = resemblance(inside) if inside.gpus else Resemblance()
+    designed = is_designed(topology)
+    classes = equivalent_servers(topology) or (("",),)
+    insides = _servers(unstaged(topology), [server for server, *_ in classes])
+    unlike: set[Hashable] = set()
+    for (server, *others), inside in zip(classes, insides, strict=True):
+        form = _form(inside)
+        found = Resemblance() if not inside.gpus or form in unlike else resemblance(inside)
         first = found if first is None else first
         if found.machine is None and inside.gpus:
+            unlike.add(form)
             unknown += [name or topology.name for name in (server, *others)]
-        if not is_designed(topology):
+        if not designed:
             faults += [_in_all(fault, server, others) for fault in _server_faults(inside, found)]
     faults += _rows(topology) + _unreachable(topology)
     faults += _stated_faults(topology, faults)
@@ -476,18 +480,28 @@ def _shortened(texts: list[str], kind: Kind) -> list[str]:
     ]
 
 
-def _server(topology: Topology, server: str) -> Topology:
-    names = {device.name for device in topology.devices if device.server == server or not server}
-    return Topology(
-        topology.name,
-        tuple(device for device in topology.devices if device.name in names),
-        tuple(
-            link
-            for link in topology.links
-            if link.src in names and link.dst in names and link.channel != "network"
-        ),
-        notes=tuple(note for note in topology.notes if kind_of(note) == "assumed"),
-    )
+def _servers(topology: Topology, names: Sequence[str]) -> list[Topology]:
+    """Return the devices and links inside each of these servers; of the only one, all devices."""
+    home = {device.name: device.server if names != [""] else "" for device in topology.devices}
+    devices: dict[str, list[Device]] = {name: [] for name in names}
+    links: dict[str, list[Link]] = {name: [] for name in names}
+    for device in topology.devices:
+        if home[device.name] in devices:
+            devices[home[device.name]].append(device)
+    for link in topology.links:
+        if link.channel != "network" and home[link.src] == home[link.dst] in links:
+            links[home[link.src]].append(link)
+    notes = tuple(note for note in topology.notes if kind_of(note) == "assumed")
+    return [Topology(topology.name, tuple(devices[name]), tuple(links[name]), notes=notes) for name in names]
+
+
+def _form(server: Topology) -> Hashable:
+    """Return a server of one GPU with numbers in place of names, so that equal servers compare equal; others whole."""
+    if len(server.gpus) > 1:
+        return server
+    number = {device.name: str(place) for place, device in enumerate(server.devices)}
+    devices = tuple(replace(one, name=number[one.name], server="") for one in server.devices)
+    return devices, tuple(replace(one, src=number[one.src], dst=number[one.dst]) for one in server.links)
 
 
 def _server_faults(server: Topology, found: Resemblance) -> list[Fault]:

@@ -17,7 +17,7 @@ from itertools import groupby
 import numpy as np
 
 from topoplan.errors import UsageError
-from topoplan.machine.fabric_structure import components
+from topoplan.machine.permutation_groups import components
 from topoplan.machine.topology import Topology
 from topoplan.reading.slurm import fold_hostlist
 

@@ -23,7 +23,7 @@ from math import lcm
 import numpy as np
 
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.machine.fabric_structure import components
+from topoplan.machine.permutation_groups import components
 from topoplan.machine.topology import Topology
 from topoplan.operate.link_loads import DIGITS, HopLoads, HopTable, OrderRates, least
 from topoplan.schedules.hamiltonian_cycles import all_cycles

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.fabric_structure import LARGEST_TABLE, group_elements
+from topoplan.machine.permutation_groups import LARGEST_TABLE, Elements, all_elements
 from topoplan.plans.file_values import (
     check_known,
     read_fraction,
@@ -364,7 +364,7 @@ class ImageShards(Sequence[Shard]):
             )
 
     @cached_property
-    def elements(self) -> NDArray[np.int32]:
+    def elements(self) -> Elements:
         """The group, one permutation of the nodes to a row, the identity first."""
         size = len(self.nodes)
         for generator in self.generators:
@@ -372,11 +372,12 @@ class ImageShards(Sequence[Shard]):
                 raise PlanError("a symmetry must be a permutation of the devices that maps ranks to ranks")
         if not self.generators:
             return np.arange(size, dtype=np.int32)[None, :]
-        limit = min(MOST_SYMMETRIC_ELEMENTS, LARGEST_TABLE // size)
-        elements = group_elements([np.array(generator) for generator in self.generators], limit)
+        limit = MOST_SYMMETRIC_ELEMENTS
+        elements = all_elements([np.array(generator) for generator in self.generators], limit)
         if elements is None:
+            most = min(limit, LARGEST_TABLE // size)
             raise PlanError(
-                f"the symmetries generate more than {limit} permutations of {size} devices; list fewer of them"
+                f"the symmetries generate more than {most} permutations of {size} devices; list fewer of them"
             )
         return elements
 
@@ -454,8 +455,8 @@ class ImageShards(Sequence[Shard]):
         still = np.arange(size, size + 1 + len(template.stages) + len(channels), dtype=np.int32)
         known: set[bytes] = set()
         chosen = []
-        for number_of_element, element in enumerate(self.elements):
-            image = np.concatenate((element, still))[table]
+        for number_of_element in range(len(self.elements)):
+            image = np.concatenate((self.elements[number_of_element], still))[table]
             image = image[np.lexsort((image[:, 1], image[:, 0]))]
             key = blake2b(image.tobytes(), digest_size=16).digest()
             if key not in known:

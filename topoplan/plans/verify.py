@@ -11,6 +11,7 @@ others are counted too, but a broadcast must replace what they hold.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -22,7 +23,8 @@ from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
 from topoplan.machine.fabric import CHANNEL_LINKS, STAGED, Fabric
-from topoplan.machine.fabric_structure import keeps_wires, orbits
+from topoplan.machine.fabric_structure import keeps_wires
+from topoplan.machine.permutation_groups import orbits
 from topoplan.machine.routing import staged
 from topoplan.plans.certificates.certificate import Channels
 from topoplan.plans.loads import edge_links, full_links, link_loads, rate_of_loads
@@ -251,10 +253,11 @@ def _shared_by_symmetry(plan: Plan, owned: list[Fraction]) -> list[Fraction]:
     orbit = orbits(len(plan.shards.nodes), [np.array(generator) for generator in plan.shards.generators])[
         : len(owned)
     ].tolist()
-    total = [Fraction(0)] * len(owned)
+    total, sizes = [Fraction(0)] * len(owned), Counter(orbit)
     for label, share in zip(orbit, owned, strict=True):
         total[label] += share
-    return [total[label] / orbit.count(label) for label in orbit]
+    mean = {label: total[label] / size for label, size in sizes.items()}
+    return [mean[label] for label in orbit]
 
 
 def _check_trees(shard: Shard, number: int, size: int, *, sparse: bool = False) -> None:
@@ -276,66 +279,103 @@ def _check_trees(shard: Shard, number: int, size: int, *, sparse: bool = False) 
             raise error.within(number, position) from None
 
 
-def contributions(stages: tuple[Stage, ...], start: NDArray[np.int64]) -> NDArray[np.int64]:
+@dataclass(frozen=True)
+class _Moves:
+    """The edges of a stage as arrays, level by level from the root."""
+
+    op: str
+    root: int
+    levels: tuple[tuple[NDArray[np.int64], NDArray[np.int64]], ...]
+
+    @staticmethod
+    def of(stage: Stage) -> _Moves:
+        depth = {stage.root: 0}
+        levels: dict[int, tuple[list[int], list[int]]] = {}
+        for edge in stage.top_down():
+            depth[edge.child] = depth[edge.parent] + 1
+            parents, children = levels.setdefault(depth[edge.child], ([], []))
+            parents.append(edge.parent)
+            children.append(edge.child)
+        return _Moves(stage.op, stage.root, tuple((np.array(p), np.array(c)) for p, c in levels.values()))
+
+
+def contributions(
+    stages: Sequence[Stage], start: NDArray[np.int64], *, helpers: int = 0
+) -> NDArray[np.int64]:
     """Count the contributions that every rank holds after the stages.
 
-    ``start``, (V, N), and the result count how often vertex r, a rank or a helper, holds the contribution of rank s;
-    counts above `MANY` are `MANY`. PlanError if a helper sends before it holds anything.
+    ``start``, (V, sources), and the result count how often vertex r, a rank or one of the last ``helpers``, holds the
+    contribution of a source; counts above `MANY` are `MANY`. PlanError if a helper sends before it holds anything from
+    any source.
     """
-    held = start.copy()
+    return _counted([_Moves.of(stage) for stage in stages], start.copy(), len(start) - helpers)
+
+
+def _counted(stages: Sequence[_Moves], held: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
     chosen: NDArray[np.int64] | None = None
     for stage in stages:
-        edges = stage.top_down()
         if stage.op == "gather":
             chosen = held.copy() if chosen is None else chosen
-            for edge in edges:
-                held[edge.child] = np.minimum(held[edge.child] + chosen[stage.root], MANY)
+            for _, children in stage.levels:
+                held[children] = np.minimum(held[children] + chosen[stage.root], MANY)
             continue
         chosen = None
-        if stage.op == "broadcast":
-            for edge in edges:
-                _check_sender(held, edge.parent)
-                held[edge.child] = held[edge.parent]
-        else:
-            for edge in reversed(edges):
-                _check_sender(held, edge.child)
-                held[edge.parent] = np.minimum(held[edge.parent] + held[edge.child], MANY)
+        down = stage.op == "broadcast"
+        for parents, children in stage.levels if down else reversed(stage.levels):
+            _check_senders(held, parents if down else children, ranks)
+            if down:
+                held[children] = held[parents]
+            else:
+                np.add.at(held, parents, held[children])
+                held[parents] = np.minimum(held[parents], MANY)
     return held
 
 
-def _check_sender(held: NDArray[np.int64], vertex: int) -> None:
-    if vertex >= held.shape[1] and not held[vertex].any():
-        raise PlanError("is a helper and sends before it holds anything", rank=vertex)
+def _check_senders(held: NDArray[np.int64], vertices: NDArray[np.int64], ranks: int) -> None:
+    for vertex in vertices[vertices >= ranks].tolist():
+        if not held[vertex].any():
+            raise PlanError("is a helper and sends before it holds anything", rank=vertex)
+
+
+MOST_COUNTED = 1 << 25
+"""Entries up to which the contributions of all ranks are counted together: 256 MB. Helpers need them together."""
 
 
 def _check_postcondition(plan: Plan, shard: Shard, number: int, vertices: int) -> None:
     size = len(plan.ranks)
-    last = len(shard.stages) - 1
-    start = np.eye(vertices, size, dtype=np.int64)
-    wanted = np.ones(size, dtype=np.int64)
-    destinations = list(range(size))
+    destinations: Sequence[int] = range(size)
+    owner: int | None = None
     if plan.collective in ("broadcast", "allgather"):
-        owner = plan.root if plan.collective == "broadcast" else _owner(plan, shard, number)
-        wanted = start[_integer(owner)]
+        owner = _integer(plan.root if plan.collective == "broadcast" else _owner(plan, shard, number))
     elif plan.collective in ("reduce", "reduce_scatter"):
-        owner = plan.root if plan.collective == "reduce" else _owner(plan, shard, number)
-        destinations = [_integer(owner)]
-    try:
-        held = contributions(shard.stages, start)
-    except PlanError as error:
-        raise error.within(number, last) from None
-    for rank in destinations:
-        wrong = np.flatnonzero(held[rank] != wanted)
-        if wrong.size:
-            missing = np.flatnonzero(held[rank] < wanted)
-            source = int(missing[0] if missing.size else wrong[0])
-            raise PlanError(
-                f"ends with the contribution of rank {source} {int(held[rank, source])} times "
-                f"instead of {int(wanted[source])}",
-                shard=number,
-                stage=last,
-                rank=rank,
-            )
+        destinations = [_integer(plan.root if plan.collective == "reduce" else _owner(plan, shard, number))]
+    last = len(shard.stages) - 1
+    step = size if vertices > size else max(1, MOST_COUNTED // vertices)
+    moves = [_Moves.of(stage) for stage in shard.stages]
+    for first in range(0, size, step):
+        sources = np.arange(first, min(first + step, size))
+        start = np.zeros((vertices, len(sources)), dtype=np.int64)
+        start[sources, np.arange(len(sources))] = 1
+        wanted = np.ones(len(sources), dtype=np.int64) if owner is None else start[owner].copy()
+        try:
+            held = _counted(moves, start, size)
+        except PlanError as error:
+            raise error.within(number, last) from None
+        there = held if len(destinations) == vertices else held[destinations]
+        if (there == wanted).all():
+            continue
+        for rank in destinations:
+            wrong = np.flatnonzero(held[rank] != wanted)
+            if wrong.size:
+                missing = np.flatnonzero(held[rank] < wanted)
+                source = int(missing[0] if missing.size else wrong[0])
+                raise PlanError(
+                    f"ends with the contribution of rank {sources[source]} {int(held[rank, source])} times "
+                    f"instead of {int(wanted[source])}",
+                    shard=number,
+                    stage=last,
+                    rank=rank,
+                )
 
 
 def _check_exchange(plan: Plan) -> None:

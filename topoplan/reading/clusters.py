@@ -47,7 +47,7 @@ from topoplan.units import parse_gpu_list
 PORT = 12.5
 """Default bandwidth of a port in GB/s: 100 Gb/s."""
 
-MOST_HOSTS, LONGEST_NUMBER = 4096, 9
+MOST_HOSTS, MOST_ON_TORUS, LONGEST_NUMBER = 4096, 65536, 9
 """Largest number of hosts, and digits of the longest number in a name: more is a typing error."""
 
 _NAME = re.compile(r"(?P<kind>[a-z-]+):(?P<numbers>[0-9]+(,[0-9]+)*)(@(?P<port>[0-9]+(\.[0-9]+)?))?")
@@ -74,7 +74,7 @@ def torus(*sides: int, gbps: float = PORT) -> Topology:
     name = "torus:" + ",".join(map(str, sides))
     if not sides or min(sides) < 2:
         raise UsageError(f"{name[:60]} does not exist; give sides of 2 or more")
-    hosts = _hosts(name, sides)
+    hosts = _hosts(name, sides, MOST_ON_TORUS)
     place = {digits: number for number, digits in enumerate(hosts)}
     wires = []
     for digits, number in place.items():
@@ -101,12 +101,12 @@ def fat_tree(ports: int, *, gbps: float = PORT) -> Topology:
     return _network(name, count, wires, gbps)
 
 
-def _hosts(name: str, sides: Sequence[int]) -> list[tuple[int, ...]]:
+def _hosts(name: str, sides: Sequence[int], most: int = MOST_HOSTS) -> list[tuple[int, ...]]:
     count = 1
     for side in sides:
         count *= side
-        if count > MOST_HOSTS:
-            raise UsageError(f"{name[:60]} has more than {MOST_HOSTS} hosts; choose smaller numbers")
+        if count > most:
+            raise UsageError(f"{name[:60]} has more than {most} hosts; choose smaller numbers")
     return list(product(*map(range, sides)))
 
 

@@ -24,7 +24,8 @@ import numpy as np
 
 from topoplan.errors import InfeasibleError
 from topoplan.machine.fabric import Fabric, channel_words
-from topoplan.machine.fabric_structure import Integers, components, labelled_graph_of
+from topoplan.machine.fabric_structure import labelled_graph_of
+from topoplan.machine.permutation_groups import Integers, components
 from topoplan.plans.plan import ROOTED
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
 from topoplan.schedules.hamiltonian_cycles import ring_hops

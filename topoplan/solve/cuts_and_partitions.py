@@ -26,7 +26,8 @@ import numpy as np
 
 from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.fabric_structure import equitable_partition, labelled_graph_of, orbits
+from topoplan.machine.fabric_structure import equitable_partition, labelled_graph_of
+from topoplan.machine.permutation_groups import orbits
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificates.certificate import Certificate, Cut, Lengths, OneFabric, Partition, Trivial
 from topoplan.plans.plan import Plan

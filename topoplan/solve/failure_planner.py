@@ -21,12 +21,8 @@ import numpy as np
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine import variants
 from topoplan.machine.fabric import CHANNEL_SPLITS, STAGED, Fabric, usable_fabric
-from topoplan.machine.fabric_structure import (
-    Integers,
-    LabelledGraph,
-    colours_with_fixed,
-    machine_labelled_graph,
-)
+from topoplan.machine.fabric_structure import LabelledGraph, colours_with_fixed, machine_labelled_graph
+from topoplan.machine.permutation_groups import Integers
 from topoplan.machine.topology import Topology, TopologyLike
 from topoplan.plans.certificates.exchange import SparseCertificate
 from topoplan.plans.plan import ALL_TO_ALL, Plan

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.plans.minimum_trees import UNREACHABLE, cheapest_arborescence
+from topoplan.solve.route_table import SparseCosts
 from topoplan.solve.search_control import RandomStream
 from topoplan.solve.tree_local_search import (
     Costs,
@@ -45,13 +46,15 @@ FEW_ROOTS = 8
 """Roots up to which hops are counted from each alone, without products of matrices."""
 
 
-def hop_counts(cost: NDArray[np.int64] | Costs, roots: NDArray[np.int64]) -> NDArray[np.int64]:
+def hop_counts(cost: NDArray[np.int64] | Costs | SparseCosts, roots: NDArray[np.int64]) -> NDArray[np.int64]:
     """(roots, N) int64: fewest arcs from each root to every rank; N if no path exists.
 
     >>> none = UNREACHABLE
     >>> hop_counts(np.array([[none, 1, none], [none, none, 1], [none, none, none]]), np.array([0, 1])).tolist()
     [[0, 1, 2], [3, 0, 1]]
     """
+    if isinstance(cost, SparseCosts):
+        return _sparse_hop_counts(cost, roots)
     size = len(cost)
     joined = cost < UNREACHABLE
     arcs = joined.astype(np.float64) if len(roots) > FEW_ROOTS else None
@@ -70,14 +73,40 @@ def hop_counts(cost: NDArray[np.int64] | Costs, roots: NDArray[np.int64]) -> NDA
     return found
 
 
-def trees_by_hops(cost: Costs, distance: NDArray[np.int64]) -> Trees:
+def _sparse_hop_counts(cost: SparseCosts, roots: NDArray[np.int64]) -> NDArray[np.int64]:
+    found = np.full((len(roots), cost.size), cost.size, dtype=np.int64)
+    for row, root in zip(found, roots.tolist(), strict=True):
+        row[root] = step = 0
+        latest = row == 0
+        while latest.any():
+            step += 1
+            reached = cost.heads[latest[cost.tails]]
+            latest = np.zeros(cost.size, dtype=bool)
+            latest[reached[row[reached] == cost.size]] = True
+            row[latest] = step
+    return found
+
+
+def trees_by_hops(cost: Costs | SparseCosts, distance: NDArray[np.int64]) -> Trees:
     """Put every rank below the cheapest of the ranks nearer to the root: as low as a tree can be.
 
     ``distance``, of shape (trees, N), is hops from each tree's root, which reach every rank.
     """
+    if isinstance(cost, SparseCosts):
+        return np.stack([_sparse_tree_by_hops(cost, each) for each in distance])
     nearer = distance[:, :, None] < distance[:, None, :]
     parent = np.where(nearer, cost, np.inf).argmin(axis=1)
     return np.where(distance == 0, np.arange(len(cost)), parent)
+
+
+def _sparse_tree_by_hops(cost: SparseCosts, distance: NDArray[np.int64]) -> NDArray[np.int64]:
+    nearer = distance[cost.tails] < distance[cost.heads]
+    tails, heads, costs = cost.tails[nearer], cost.heads[nearer], cost.costs[nearer]
+    order = np.lexsort((tails, costs, heads))
+    parent = np.arange(cost.size)
+    # The cheapest comes last here, and is what stays.
+    parent[heads[order][::-1]] = tails[order][::-1]
+    return parent
 
 
 def tree_by_paths(cost: Costs, root: int, height: int) -> list[int]:
@@ -231,7 +260,7 @@ _BATCH = 1 << 19
 
 
 def low_arborescences(
-    cost: NDArray[np.int64], roots: Sequence[int], height: int, *, effort: int = SEARCH_EFFORT
+    cost: NDArray[np.int64] | SparseCosts, roots: Sequence[int], height: int, *, effort: int = SEARCH_EFFORT
 ) -> list[list[int] | None]:
     """Return parents of a cheap spanning arborescence from each root, -1 for the root; None if no tree is so low.
 
@@ -241,23 +270,31 @@ def low_arborescences(
 
     The roots are searched together. A root named several times is tried several times, and may give different trees.
     """
-    size = len(cost)
-    costs = np.array(cost, dtype=np.float64, order="C")
-    np.fill_diagonal(costs, float(UNREACHABLE))
     place = np.array(roots, dtype=np.int64)
+    if isinstance(cost, SparseCosts) and (effort != BY_HOPS or height <= 2):
+        cost = cost.table()
+    size = cost.size if isinstance(cost, SparseCosts) else len(cost)
+    if isinstance(cost, SparseCosts):
+        costs: Costs | SparseCosts = cost
+    else:
+        costs = np.array(cost, dtype=np.float64, order="C")
+        np.fill_diagonal(costs, float(UNREACHABLE))
     distance = hop_counts(costs, place)
     found: list[list[int] | None] = [None] * len(roots)
     possible = np.flatnonzero(distance.max(axis=1) <= height)
     step = max(1, _BATCH // size**2)
     for start in range(0, len(possible), step):
         which = possible[start : start + step]
-        trees = _search(costs, place[which], distance[which], height, effort)
+        if isinstance(costs, SparseCosts):
+            trees = trees_by_hops(costs, distance[which])
+        else:
+            trees = _search(costs, place[which], distance[which], height, effort)
         for number, tree in zip(which.tolist(), trees, strict=True):
             found[number] = np.where(tree == np.arange(size), -1, tree).tolist()
     return found
 
 
-def lowest_heights(cost: NDArray[np.int64], roots: Sequence[int]) -> NDArray[np.int64]:
+def lowest_heights(cost: NDArray[np.int64] | SparseCosts, roots: Sequence[int]) -> NDArray[np.int64]:
     """(roots,) int64: the lowest height that a tree from each root can have; N if none exists."""
     found: NDArray[np.int64] = hop_counts(cost, np.array(roots, dtype=np.int64)).max(axis=1)
     return found

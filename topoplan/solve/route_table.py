@@ -21,13 +21,28 @@ from numpy.typing import NDArray
 
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.fabric_structure import LARGEST_TABLE, components, group_elements, link_orbits, orbits
+from topoplan.machine.fabric_structure import link_orbits
+from topoplan.machine.permutation_groups import (
+    LARGEST_TABLE,
+    CommutingGroup,
+    Elements,
+    all_elements,
+    components,
+    orbits,
+)
 from topoplan.machine.topology import physical_memory
 from topoplan.plans.minimum_trees import UNREACHABLE
 from topoplan.units import format_size
 
 BYTES_PER_PAIR = 60
 """Memory that packing takes for every pair of ranks: at least the amount that was measured with 8192."""
+
+
+MOST_IN_TABLES = 2048
+"""Ranks up to which distances stand in a table of all pairs."""
+
+FEW_JOINED = 32
+"""Of more ranks, one pair in so many may be joined for distances to be kept by pair."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +64,12 @@ class FabricOrbits:
         return [np.array(generator, dtype=np.int64) for generator in self.generators]
 
     @cached_property
-    def elements(self) -> NDArray[np.int32]:
+    def elements(self) -> Elements:
         """(order, nodes) int32: all elements of the group, the identity first."""
         size = len(self.fabric.nodes)
         if not self.generators:
             return np.arange(size, dtype=np.int32)[None, :]
-        found = group_elements(self._arrays, LARGEST_TABLE // size)
+        found = all_elements(self._arrays, max(self.fabric.size, LARGEST_TABLE // size))
         assert found is not None, "symmetries are chosen so that their group can be listed"
         return found
 
@@ -123,17 +138,19 @@ class FabricOrbits:
         This is the first table that grows with the square of the ranks: memory is estimated before it is made.
         """
         size = self.fabric.size
-        needed, allowed = BYTES_PER_PAIR * size * size, physical_memory() // 2
-        if needed > allowed:
-            raise UsageError(
-                f"packing trees of {size:,} GPUs takes about {format_size(needed)} of memory; this machine can give "
-                f"{format_size(allowed)}; choose fewer GPUs"
-            )
+        check_pairs(size)
         table = np.empty((size, size), dtype=np.int64)
         columns = np.arange(size)
         for row, element in zip(table, self.mover.tolist(), strict=True):
             row[self.elements[element, :size]] = columns
         return table
+
+    def seen(self, tails: NDArray[np.int64], heads: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return for each pair the rank that looks from the first rank of the tail's orbit as the head does from it."""
+        elements = self.elements
+        if isinstance(elements, CommutingGroup):
+            return elements.preimages(self.mover[tails], heads).astype(np.int64)
+        return self.seen_from_first[tails, heads]
 
     def spread(self, distance: NDArray[np.int64]) -> NDArray[np.int64]:
         """(N, N) int64: distances between all ranks from those of the first ranks, (first ranks, N) with -1 for none.
@@ -144,6 +161,53 @@ class FabricOrbits:
         table[np.arange(len(table)), self.first_ranks] = UNREACHABLE
         place = np.searchsorted(self.first_ranks, self.rank_orbit)
         return np.asarray(table[place[:, None], self.seen_from_first])
+
+
+def check_pairs(size: int) -> None:
+    """Raise UsageError if the memory is too small for tables of all pairs of ranks."""
+    needed, allowed = BYTES_PER_PAIR * size * size, physical_memory() // 2
+    if needed > allowed:
+        raise UsageError(
+            f"packing trees of {size:,} GPUs takes about {format_size(needed)} of memory; this machine can give "
+            f"{format_size(allowed)}; choose fewer GPUs"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SparseCosts:
+    """Costs between the few pairs of ``size`` ranks that routes join, ascending by head and then by tail."""
+
+    size: int
+    tails: NDArray[np.int64]
+    heads: NDArray[np.int64]
+    costs: NDArray[np.int64]
+
+    @staticmethod
+    def of(
+        size: int, tails: NDArray[np.int64], heads: NDArray[np.int64], costs: NDArray[np.int64]
+    ) -> SparseCosts:
+        """Return these costs in order; the pairs differ."""
+        order = np.lexsort((tails, heads))
+        return SparseCosts(size, tails[order], heads[order], costs[order])
+
+    @cached_property
+    def T(self) -> SparseCosts:
+        """The costs of the ways back, named as those of an array."""
+        return SparseCosts.of(self.size, self.heads, self.tails, self.costs)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether every cost equals that of the way back."""
+        back = self.T
+        mine, theirs = (self.tails, self.heads, self.costs), (back.tails, back.heads, back.costs)
+        return all(map(np.array_equal, mine, theirs))
+
+    def table(self) -> NDArray[np.int64]:
+        """(size, size) int64: all costs, `UNREACHABLE` if no route joins a pair; UsageError if that is too large."""
+        check_pairs(self.size)
+        table = np.full((self.size, self.size), UNREACHABLE, dtype=np.int64)
+        table[self.tails, self.heads] = self.costs
+        return table
 
 
 class RankRoutes(Protocol):
@@ -158,8 +222,8 @@ class RankRoutes(Protocol):
         """
         ...
 
-    def route(self, tail: int, head: int) -> tuple[int, ...]:
-        """Return the links of the route between two ranks, as numbers of the fabric's links."""
+    def routes(self, tails: Sequence[int], heads: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the links of the route between each two ranks, as numbers of the fabric's links."""
         ...
 
 
@@ -183,6 +247,26 @@ class RouteTable:
         groups = self.orbits
         return groups.spread(self._routes[0][:, : groups.fabric.size])
 
+    @cached_property
+    def costs(self) -> NDArray[np.int64] | SparseCosts:
+        """The same, or the few pairs of many ranks that routes join."""
+        size = self.orbits.fabric.size
+        distance = self._routes[0][:, :size]
+        few = size > MOST_IN_TABLES and np.count_nonzero(distance >= 0) * FEW_JOINED <= distance.size
+        return self._joined(distance) if few else self.cost
+
+    def _joined(self, distance: NDArray[np.int64]) -> SparseCosts:
+        groups, size = self.orbits, self.orbits.fabric.size
+        tails, heads, costs = [], [], []
+        for place, first in enumerate(groups.first_ranks):
+            ranks = np.flatnonzero(groups.rank_orbit == first)
+            for rank in np.flatnonzero(distance[place] >= 0).tolist():
+                if rank != first:
+                    tails.append(ranks)
+                    heads.append(groups.elements[groups.mover[ranks], rank].astype(np.int64))
+                    costs.append(np.full(len(ranks), distance[place, rank]))
+        return SparseCosts.of(size, *map(np.concatenate, (tails, heads, costs)))
+
     def usage(
         self, tails: NDArray[np.int64], heads: NDArray[np.int64], tree: NDArray[np.int64], trees: int
     ) -> NDArray[np.int64]:
@@ -191,24 +275,30 @@ class RouteTable:
         rows = len(self.lengths)
         crossed = [
             rows * tree[routes] + groups.row_of_link[groups.link_of_arc[arcs]]
-            for routes, arcs in self._steps(place, groups.seen_from_first[tails, heads])
+            for routes, arcs in self._steps(place, groups.seen(tails, heads))
         ]
         counted = np.bincount(np.concatenate([*crossed, np.zeros(0, dtype=np.int64)]), minlength=rows * trees)
         return counted.reshape(trees, rows)
 
     def route(self, tail: int, head: int) -> tuple[int, ...]:
-        groups = self.orbits
+        return self.routes([tail], [head])[0]
+
+    def routes(self, tails: Sequence[int], heads: Sequence[int]) -> list[tuple[int, ...]]:
+        groups, fabric = self.orbits, self.orbits.fabric
         if not groups.generators:
-            return tuple(self._links(tail, head))
-        fabric = groups.fabric
-        first = int(groups.rank_orbit[tail])
-        element = groups.elements[groups.mover[tail]]
-        return tuple(
-            fabric.link_index[fabric.nodes[element[s]], fabric.nodes[element[d]]]
-            for s, d in (
-                fabric.ends[number] for number in self._links(first, int(groups.seen_from_first[tail, head]))
-            )
-        )
+            return [tuple(self._links(tail, head)) for tail, head in zip(tails, heads, strict=True)]
+        source = np.array(tails, dtype=np.int64)
+        alike = groups.rank_orbit[source] * fabric.size + groups.seen(source, np.array(heads, dtype=np.int64))
+        order = np.argsort(alike, kind="stable")
+        found: list[tuple[int, ...]] = [()] * len(order)
+        for places in np.split(order, np.flatnonzero(np.diff(alike[order])) + 1):
+            path = self._links(*divmod(int(alike[places[0]]), fabric.size))
+            ends = np.array([fabric.ends[number] for number in path], dtype=np.int64).ravel()
+            movers = groups.mover[source[places]]
+            images = groups.elements[movers[:, None], ends].reshape(len(places), -1, 2)
+            for place, image in zip(places.tolist(), images.tolist(), strict=True):
+                found[place] = tuple(fabric.link_between[pair[0], pair[1]] for pair in image)
+        return found
 
     @cached_property
     def _last_links(self) -> dict[int, list[int]]:

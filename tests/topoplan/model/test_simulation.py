@@ -21,7 +21,7 @@ from tests.support.known_answers import blink_figure
 from tests.support.small_machines import joined
 from topoplan import Plan, Topology, UsageError, double_binary_tree, ring_plan
 from topoplan.machine.fabric import Fabric, usable_fabric
-from topoplan.machine.fabric_structure import orbits
+from topoplan.machine.permutation_groups import orbits
 from topoplan.model import event_simulation
 from topoplan.model.closed_form import clock, pipeline, simulate
 from topoplan.model.dataflow import LAUNCH, START_UP, dataflow, device_kinds, link_latency

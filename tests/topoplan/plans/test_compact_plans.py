@@ -28,7 +28,8 @@ from tests.support.small_fabrics import (
 )
 from topoplan import Plan, PlanError, Topology, nvswitch_cluster
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.fabric_structure import group_elements, is_automorphism
+from topoplan.machine.fabric_structure import is_automorphism
+from topoplan.machine.permutation_groups import CommutingGroup, group_elements
 from topoplan.plans.build import build_plan
 from topoplan.plans.loads import forest_rate, link_loads
 from topoplan.plans.minimum_trees import UNREACHABLE
@@ -445,3 +446,37 @@ def test_random_damage_to_a_compact_file_is_an_error_or_leaves_a_true_plan(seed:
     except PlanError:
         return
     assert topoplan.verify(replace(plan, shards=tuple(plan.shards))) == report
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter"])
+def test_without_tables_of_all_pairs_plans_and_checks_are_the_same(
+    collective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of tens of thousands of ranks: costs of joined pairs, a commuting group, and sources counted in parts."""
+    plan = topoplan.plan("torus:12,14", collective)
+    for name, limit in {
+        "machine.permutation_groups.LARGEST_TABLE": 100,
+        "solve.route_table.LARGEST_TABLE": 100,
+        "solve.route_table.MOST_IN_TABLES": 1,
+        "solve.symmetry.symmetry_search.LARGEST_TABLE": 100,
+        "plans.verify.MOST_COUNTED": 168 * 50,
+    }.items():
+        monkeypatch.setattr(f"topoplan.{name}", limit)
+    again = topoplan.plan("torus:12,14", collective)
+    assert isinstance(again.shards, ImageShards)
+    assert isinstance(again.shards.elements, CommutingGroup)
+    assert again.to_json() == plan.to_json()
+    assert again.shards[100] == plan.shards[100]
+    assert topoplan.verify(again).rate == plan.rate == plan.bound
+    template = again.shards.templates[0]
+    *stages, last = template.stages
+    lost = (
+        replace(last, edges=last.edges[1:])
+        if not last.edges[0].child
+        else replace(last, edges=last.edges[:-1])
+    )
+    bad = replace(
+        again.shards, templates=(replace(template, stages=(*stages, lost)), *again.shards.templates[1:])
+    )
+    with pytest.raises(PlanError, match="ends with the contribution of rank"):
+        topoplan.verify(replace(again, shards=bad))

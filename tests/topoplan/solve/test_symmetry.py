@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations, product
-from math import factorial, lcm
+from math import factorial, lcm, prod
 
 import networkx as nx
 import numpy as np
@@ -23,12 +23,16 @@ from topoplan.errors import UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import (
     equitable_partition,
-    group_elements,
-    group_order,
     is_automorphism,
     labelled_graph_of,
     link_orbits,
     link_permutation,
+)
+from topoplan.machine.permutation_groups import (
+    CommutingGroup,
+    all_elements,
+    group_elements,
+    group_order,
     orbits,
 )
 from topoplan.machine.topology import Device, Topology
@@ -360,9 +364,35 @@ def test_bad_requests_are_told(options: dict[str, int], message: str) -> None:
         find_symmetry(cluster([8] * 2), **options)
 
 
-def test_no_group_is_larger_than_a_table_of_its_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 8192 GPUs not all 8192 elements can be listed; here, of 32 GPUs, no more than ten."""
-    fabric = cluster([8] * 4)
-    assert found(fabric)[0] == 32
-    monkeypatch.setattr("topoplan.solve.symmetry.symmetry_search.LARGEST_TABLE", 10 * len(fabric.nodes))
-    assert 1 < found(fabric)[0] <= 10
+def test_without_a_table_of_elements_generators_commute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shifts of a torus, where a table of ten elements is the largest."""
+    fabric = Fabric(topoplan.load("torus:9,9"), CHANNELS)
+    for module in ("solve.symmetry.symmetry_search", "machine.permutation_groups"):
+        monkeypatch.setattr(f"topoplan.{module}.LARGEST_TABLE", 10 * len(fabric.nodes))
+    generators = find_symmetry(fabric)
+    assert isinstance(all_elements(generators, 81), CommutingGroup)
+    assert group_order(generators, 81) == 81
+    assert group_elements(generators, 81) is None
+
+
+@pytest.mark.parametrize("sides", [(4,), (7,), (3, 5), (4, 6), (2, 3, 4), (9, 9)])
+def test_a_commuting_group_reads_as_the_table_of_its_elements(
+    sides: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shifts of a torus, and three nodes that stay."""
+    place = np.arange(prod(sides)).reshape(sides)
+    size = place.size
+    still = size + np.arange(3)
+    shifts = [np.r_[np.roll(place, -1, axis).ravel(), still] for axis in range(len(sides))]
+    table = group_elements(shifts, size)
+    assert table is not None
+    monkeypatch.setattr("topoplan.machine.permutation_groups.LARGEST_TABLE", 1)
+    group = all_elements(shifts, size)
+    assert isinstance(group, CommutingGroup)
+    assert len(group) == len(table) == size
+    assert np.array_equal(np.stack(list(group)), table)
+    assert np.array_equal(group[:, 1], table[:, 1])
+    numbers, nodes = np.arange(size), np.arange(size) * 3 % size
+    assert np.array_equal(table[numbers, group.preimages(numbers, nodes)], nodes)
+    assert np.array_equal(group[numbers[:, None], [0, 1, size]], table[:, [0, 1, size]])
+    assert np.array_equal(group[[2, 0]], table[[2, 0]])

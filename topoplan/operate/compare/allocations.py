@@ -28,7 +28,8 @@ import numpy as np
 
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import ALL, CHANNEL_CHOICES, Fabric
-from topoplan.machine.fabric_structure import Integers, LabelledGraph, machine_labelled_graph
+from topoplan.machine.fabric_structure import LabelledGraph, machine_labelled_graph
+from topoplan.machine.permutation_groups import Integers
 from topoplan.machine.topology import Topology, TopologyLike, as_topology
 from topoplan.solve.symmetry.automorphisms import NodeSearch
 from topoplan.solve.symmetry.symmetry_search import useful_nodes

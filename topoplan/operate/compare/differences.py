@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.machine.fabric_structure import components
 from topoplan.machine.host_topology import plain_bus_id
+from topoplan.machine.permutation_groups import components
 from topoplan.machine.topology import Device, Link, Topology, TopologyLike, as_topology
 from topoplan.operate.device_matching import matching_devices
 from topoplan.solve.upper_bound import compute_bound

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import ALL, CHANNEL_CHOICES, Fabric
-from topoplan.machine.fabric_structure import components, machine_labelled_graph
+from topoplan.machine.fabric_structure import machine_labelled_graph
+from topoplan.machine.permutation_groups import components
 from topoplan.machine.topology import TopologyLike, as_topology
 from topoplan.operate.compare.allocations import (
     Groups,

@@ -325,7 +325,7 @@ class Cut(OneFabric):
 
     def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
         part = ""
-        within = sum(name in set(self.side) for name in fabric.ranks)
+        within = len(set(self.side).intersection(fabric.ranks))
         if collective in ("allgather", "reduce_scatter"):
             part = f"{within}/{fabric.size} of the buffer"
         elif collective == "alltoall":

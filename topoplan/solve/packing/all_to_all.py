@@ -222,7 +222,7 @@ class FlowPacking(Packing):
         totals: dict[int, Fraction] = {}
         for tree, weight in weights.items():
             totals[tree.root] = totals.get(tree.root, Fraction(0)) + weight
-        elements = self.orbits.elements.tolist()
+        elements = [element.tolist() for element in self.orbits.elements]
         orbit_size = dict(zip(self.roots, self.root_counts, strict=True))
         for tree, weight in weights.items():
             paths = self.paths(tree)

@@ -150,6 +150,10 @@ class ServerRoutes:
         table = self._inside if self.servers.same[tail, head] else self._across
         return table.route(tail, head)
 
+    def routes(self, tails: Sequence[int], heads: Sequence[int]) -> list[tuple[int, ...]]:
+        # See `RankRoutes`.
+        return [self.route(tail, head) for tail, head in zip(tails, heads, strict=True)]
+
 
 @dataclass(frozen=True)
 class ComposedStar:

@@ -416,8 +416,8 @@ def _lowest_height(packing: Packing) -> int:
 
     routes = packing.routes([1] * len(packing.limits))
     needed = [0] * len(packing.roots)
-    both = packing.uses("broadcast") and symmetric_costs(routes.cost)
-    for op, cost in (("broadcast", routes.cost), ("reduce", routes.cost.T)):
+    both = packing.uses("broadcast") and symmetric_costs(routes.costs)
+    for op, cost in (("broadcast", routes.costs), ("reduce", routes.costs.T)):
         if packing.uses(op) and not (both and op == "reduce"):
             for place, far in enumerate(lowest_heights(cost, packing.roots).tolist()):
                 needed[place] = max(needed[place], far)

@@ -26,14 +26,8 @@ from numpy.typing import NDArray
 from topoplan.errors import InfeasibleError, PlanError
 from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.fabric import usable_fabric
-from topoplan.machine.fabric_structure import (
-    LARGEST_TABLE,
-    FabricServers,
-    components,
-    group_elements,
-    link_permutation,
-    orbits,
-)
+from topoplan.machine.fabric_structure import FabricServers, link_permutation
+from topoplan.machine.permutation_groups import LARGEST_TABLE, components, group_elements, orbits
 from topoplan.plans.kind_exchange import KindPath
 from topoplan.plans.kind_templates import SAMPLE, KindTemplate
 from topoplan.plans.plan import ALL_TO_ALL

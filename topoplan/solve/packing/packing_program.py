@@ -33,7 +33,7 @@ from topoplan.plans.loads import stage_links
 from topoplan.plans.minimum_trees import LARGEST_EXACT, UNREACHABLE, HopLimitedTrees, cheapest_arborescence
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage, shard_counts
 from topoplan.solve.cuts_and_partitions import whole_capacities
-from topoplan.solve.route_table import FabricOrbits, RankRoutes, RouteTable
+from topoplan.solve.route_table import FabricOrbits, RankRoutes, RouteTable, SparseCosts
 
 MOST_EDGES = 10_000
 """Tree edges of a plan beyond which its file holds templates and symmetries instead of all shards."""
@@ -264,14 +264,15 @@ class Packing:
     def _stages(self, tree: TreeColumn) -> tuple[Stage, ...]:
         stages = []
         for op in stage_order(self.collective):
+            down = op == "broadcast"
+            above = tree.down if down else tree.up
+            children = [child for child, parent in enumerate(above) if parent >= 0]
+            parents = [above[child] for child in children]
+            routes = tree.routes.routes(parents, children) if down else tree.routes.routes(children, parents)
             edges = []
-            for child, parent in enumerate(tree.down if op == "broadcast" else tree.up):
-                if parent < 0:
-                    continue
-                tail, head = (parent, child) if op == "broadcast" else (child, parent)
-                links = tree.routes.route(tail, head)
+            for parent, child, links in zip(parents, children, routes, strict=True):
                 arc = self._arcs.get(links) or self._arcs.setdefault(links, self.fabric.arc(links))
-                route = arc.route if op == "broadcast" else arc.route[::-1]
+                route = arc.route if down else arc.route[::-1]
                 edges.append(Edge(parent, child, route, arc.channel))
             stages.append(Stage(op, tree.root, Stage(op, tree.root, tuple(edges)).top_down()))
         return tuple(stages)
@@ -304,6 +305,10 @@ _LONGEST_SCALED_OF_FEW = 1 << 30
 """The same for few ranks, whose trees have lower total costs."""
 
 
+MOST_SEARCHED = 8192
+"""Ranks up to which trees are improved by moves, in tables of all pairs."""
+
+
 def has_exact_tables(fabric: Fabric) -> bool:
     """Return whether heights are priced by tables: few ranks and shortest routes, switches that only forward.
 
@@ -328,8 +333,9 @@ class Pricing:
             return (0,)
         from topoplan.solve.hop_constrained_search import BY_HOPS, SEARCH_EFFORT, SMALL_SEARCH
 
-        sparse = self.height > 2 and self.packing.fabric.size > SMALL_SEARCH
-        return (BY_HOPS, 0, SEARCH_EFFORT) if sparse else (0, SEARCH_EFFORT)
+        if self.height == 2 or self.packing.fabric.size <= SMALL_SEARCH:
+            return (0, SEARCH_EFFORT)
+        return (BY_HOPS, 0, SEARCH_EFFORT) if self.packing.fabric.size <= MOST_SEARCHED else (BY_HOPS,)
 
     def cheapest(self, lengths: Sequence[int], effort: int = 0) -> dict[int, TreeColumn]:
         """Return a cheap column of every root that has one, by the place of the root among `Packing.roots`.
@@ -341,12 +347,12 @@ class Pricing:
         few = has_exact_tables(packing.fabric)
         routes = packing.routes(rounded_lengths(lengths, _LONGEST_SCALED_OF_FEW if few else _LONGEST_SCALED))
         nothing: list[Sequence[int] | None] = [()] * len(packing.roots)
-        downs = self._trees(routes.cost, effort) if packing.uses("broadcast") else nothing
+        downs = self._trees(routes.costs, effort) if packing.uses("broadcast") else nothing
         ups = downs
         if not packing.uses("reduce"):
             ups = nothing
-        elif not packing.uses("broadcast") or not (packing.folded or symmetric_costs(routes.cost)):
-            ups = self._trees(routes.cost.T, effort)
+        elif not packing.uses("broadcast") or not (packing.folded or symmetric_costs(routes.costs)):
+            ups = self._trees(routes.costs.T, effort)
         made = {
             place: (root, up, down)
             for place, (root, up, down) in enumerate(zip(packing.roots, ups, downs, strict=True))
@@ -354,23 +360,24 @@ class Pricing:
         }
         return dict(zip(made, packing.trees(made.values(), routes), strict=True))
 
-    def _trees(self, cost: NDArray[np.int64], effort: int) -> list[Sequence[int] | None]:
+    def _trees(self, cost: NDArray[np.int64] | SparseCosts, effort: int) -> list[Sequence[int] | None]:
         """Return a tree of every root in which parents reach children at the given cost, or None."""
         roots = self.packing.roots
-        if self.height is None:
-            by_head = cost.T.tolist()
-            return [cheapest_arborescence(by_head, root) for root in roots]
-        if not has_exact_tables(self.packing.fabric):
+        if not has_exact_tables(self.packing.fabric) and self.height is not None:
             from topoplan.solve.hop_constrained_search import low_arborescences
 
             return list(low_arborescences(cost, roots, self.height, effort=effort))
+        cost = cost.table() if isinstance(cost, SparseCosts) else cost
+        if self.height is None:
+            by_head = cost.T.tolist()
+            return [cheapest_arborescence(by_head, root) for root in roots]
         tables = HopLimitedTrees(cost, self.height)
         return [tables.parents(root) if tables.costs[root] < UNREACHABLE else None for root in roots]
 
 
-def symmetric_costs(cost: NDArray[np.int64]) -> bool:
+def symmetric_costs(cost: NDArray[np.int64] | SparseCosts) -> bool:
     """Return whether every cost equals that of the way back: trees up are then trees down."""
-    return np.array_equal(cost, cost.T)
+    return cost.symmetric if isinstance(cost, SparseCosts) else np.array_equal(cost, cost.T)
 
 
 def length_of(tree: TreeColumn, lengths: Sequence[int]) -> int:

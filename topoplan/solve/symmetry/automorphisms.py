@@ -19,7 +19,8 @@ from math import lcm, prod
 
 import numpy as np
 
-from topoplan.machine.fabric_structure import Integers, LabelledGraph, group_elements, orbits
+from topoplan.machine.fabric_structure import LabelledGraph
+from topoplan.machine.permutation_groups import Integers, group_elements, orbits
 
 MOST_INDIVIDUALISED = 16
 """Most pairs of nodes that are individualised after the ranks."""

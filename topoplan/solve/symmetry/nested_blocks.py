@@ -16,7 +16,8 @@ from itertools import groupby
 import numpy as np
 
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.fabric_structure import Integers, LabelledGraph, components
+from topoplan.machine.fabric_structure import LabelledGraph
+from topoplan.machine.permutation_groups import Integers, components
 from topoplan.machine.topology import DEVICE_KINDS
 
 MOST_BANDWIDTHS = 8

@@ -22,15 +22,13 @@ import numpy as np
 
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.fabric_structure import (
+from topoplan.machine.fabric_structure import LabelledGraph, colours_with_fixed, labelled_graph_of
+from topoplan.machine.permutation_groups import (
     LARGEST_TABLE,
     Integers,
-    LabelledGraph,
     Permutation,
-    colours_with_fixed,
     components,
     group_order,
-    labelled_graph_of,
     orbits,
 )
 from topoplan.solve.symmetry.automorphisms import (
@@ -377,10 +375,17 @@ class BlockSymmetry:
         return all((label[row] == label[row[:, :1]]).all() for row in level)
 
     def _turned(self, found: CommutingParts, level: Level) -> CommutingParts:
-        """Add rotations of children that are automorphisms, until the rows are joined."""
+        """Add rotations of children that are automorphisms, until the rows are joined.
+
+        Beyond the work limit only those are tried that move the first rank along a wire, as shifts of a torus do.
+        """
         guesses = max(6, GUESSED_LINKS // max(1, len(self._wiring.tails)))
+        first = int(level[0][0, 0, 0]) if level else 0
+        near = set(self._wiring.heads[self._wiring.tails == first].tolist())
         for guess, ranks in enumerate(row_rotations(level, self._wiring.ranks)):
-            if guess == guesses or self._joins(found, level):
+            if guess >= guesses and int(ranks[first]) not in near:
+                continue
+            if self._joins(found, level):
                 break
             element = self._extender.extend(ranks)
             if element is not None:
@@ -487,7 +492,8 @@ def find_symmetry(
     always the whole automorphism group, nor always the best one within the limit.
 
     ``fixed`` is a rank that stays, as the root of a broadcast. ``largest`` is the most elements that the group may
-    have, never more than a table of all elements can list; None allows four for each rank, and one for each is best.
+    have, never more than a table of all elements can list, or one for each rank if all commute; None allows four for
+    each rank, and one for each is best.
     """
     if fixed is not None and not 0 <= fixed < fabric.size:
         raise UsageError(f"rank {fixed} cannot stay: the fabric has ranks 0 to {fabric.size - 1}")
@@ -499,7 +505,8 @@ def find_symmetry(
     if len(np.unique(classes[: wiring.ranks])) == wiring.ranks:
         return ()
     limit = 4 * wiring.ranks if largest is None else largest
-    limit = min(limit, max(1, LARGEST_TABLE // wiring.size))
+    # Larger groups are taken if their generators commute, see `group_order`.
+    limit = min(limit, max(wiring.ranks, LARGEST_TABLE // wiring.size))
     count = OrbitCount(wiring, useful_links(wiring))
     fewest = _kinds_of_links(wiring, classes, count)
     search = BlockSymmetry(fabric, count, classes, fewest=fewest)
