@@ -90,7 +90,7 @@ def _breadth_first(
 ) -> tuple[NDArray[Number], Integers] | None:
     """Return the images of some nodes under all elements, and how often each uses every generator.
 
-    Elements are those that differ on the nodes; None if there are more than ``limit``.
+    Elements with the same images count once; None if there are more than ``limit``.
     """
     if limit < 1:
         return None

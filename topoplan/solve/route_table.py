@@ -42,7 +42,7 @@ MOST_IN_TABLES = 2048
 """Ranks up to which distances stand in a table of all pairs."""
 
 FEW_JOINED = 32
-"""Of more ranks, one pair in so many may be joined for distances to be kept by pair."""
+"""Distances of more ranks are kept by pair if routes join at most one pair in so many."""
 
 
 @dataclass(frozen=True)
