@@ -184,6 +184,8 @@ def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> OneF
     capacity, _ = whole_capacities(fabric)
     if collective in ("broadcast", "reduce"):
         assert root is not None, "broadcast and reduce have a root"
+        if fabric.size > MOST_CUT and _regular(fabric, capacity):
+            return Cut((fabric.ranks[root],))
         return Cut(_names(fabric, _rooted_cut(fabric, capacity, root, forward=collective == "broadcast")))
     if collective in ("allgather", "reduce_scatter"):
         return _gather_cut(fabric, forward=collective == "allgather")
@@ -303,13 +305,12 @@ def _gather_time(fabric: Fabric, side: set[int], forward: bool) -> Fraction:
 def weakest_partition(fabric: Fabric, capacity: Sequence[int]) -> list[set[int]]:
     """Return the partition of smallest cut(P) / (|P| - 1) on direct symmetric links, under symmetric capacities.
 
-    Dinkelbach's method, which starts with the partition into single ranks. If all ranks are equivalent and all links
-    equal, no set of ranks has fewer links out than one (Mader 1971): cut(P) is at least |P| / 2 times the links of
-    one, and the single ranks are the weakest.
+    Dinkelbach's method, which starts with the partition into single ranks. On regular links, see `_regular`, cut(P) is
+    at least |P| / 2 times the links of one rank, and the single ranks are the weakest.
     """
     weight = {(s, d): c for (s, d), c in zip(fabric.ends, capacity, strict=True) if s < d}
     parts = [{rank} for rank in range(fabric.size)]
-    if len(set(weight.values())) == 1 and _all_equivalent(fabric):
+    if _regular(fabric, capacity):
         return parts
     while True:
         value = _strength(weight, parts)
@@ -319,11 +320,23 @@ def weakest_partition(fabric: Fabric, capacity: Sequence[int]) -> list[set[int]]
         parts = better
 
 
-def _all_equivalent(fabric: Fabric) -> bool:
-    """Return whether known automorphisms map every rank to every other; an equitable partition would not prove it."""
+MOST_CUT = 128
+"""Ranks up to which the smallest cut of a broadcast is searched, whether or not all ranks are equivalent."""
+
+
+def _regular(fabric: Fabric, capacity: Sequence[int]) -> bool:
+    """Return whether all ranks are equivalent and all links equal, direct and symmetric.
+
+    No set of ranks then has fewer links out than one rank (Mader 1971). Known automorphisms must map every rank to
+    every other: an equitable partition would not prove it.
+    """
     from topoplan.solve.symmetry.symmetry_search import find_symmetry
 
-    if len(equivalent_ranks(fabric)) > 1:
+    if (
+        not (fabric.direct and fabric.symmetric)
+        or len(set(capacity)) > 1
+        or len(equivalent_ranks(fabric)) > 1
+    ):
         return False
     return not orbits(len(fabric.nodes), find_symmetry(fabric))[: fabric.size].any()
 

@@ -228,6 +228,26 @@ class RankRoutes(Protocol):
 
 
 @dataclass(frozen=True)
+class DirectLinks:
+    """Routes of one link each between ranks that links join; every link is a row."""
+
+    fabric: Fabric
+
+    def usage(
+        self, tails: NDArray[np.int64], heads: NDArray[np.int64], tree: NDArray[np.int64], trees: int
+    ) -> NDArray[np.int64]:
+        # See `RankRoutes`.
+        usage = np.zeros((trees, len(self.fabric.links)), dtype=np.int64)
+        routes = self.routes(tails.tolist(), heads.tolist())
+        np.add.at(usage, (tree, np.array(routes, dtype=np.int64).ravel()), 1)
+        return usage
+
+    def routes(self, tails: Sequence[int], heads: Sequence[int]) -> list[tuple[int, ...]]:
+        # See `RankRoutes`.
+        return [(self.fabric.link_between[pair],) for pair in zip(tails, heads, strict=True)]
+
+
+@dataclass(frozen=True)
 class RouteTable:
     """Routes between all ranks that are shortest under one length, 0 or more, for every orbit of links."""
 

@@ -7,6 +7,9 @@ under which every forest is long enough.
 Few ranks (`has_exact_tables`): trees of any height give the optimum. Then heights are tried from the lowest on, and
 each is refuted by its own duals before the next is tried, so the height is the lowest possible.
 
+A broadcast or reduce over links between many ranks, without switches, is packed by disjoint trees
+(`topoplan.solve.packing.disjoint_arborescences`).
+
 All others are packed on orbits of their symmetries. The trees of a known plan come first. Then heights are tried from
 the lowest possible one on: the first at which column generation reaches the bound is taken. If the bound is not
 reached, the duals of the run may themselves prove its value; else the optimum is found with trees of any height, priced
@@ -17,10 +20,13 @@ plan says so.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
+
+import numpy as np
 
 from topoplan.errors import Note, UsageError
 from topoplan.machine.fabric import Fabric
@@ -31,12 +37,14 @@ from topoplan.solve.cuts_and_partitions import best_bound, lowest, proved_bounds
 from topoplan.solve.packing.column_generation import ColumnGeneration, ProgressCallback
 from topoplan.solve.packing.fewest_trees import fewest_peeled, with_few_trees
 from topoplan.solve.packing.packing_program import (
+    MOST_SEARCHED,
     Packing,
     Pricing,
     TreeColumn,
     has_exact_tables,
     symmetric_costs,
 )
+from topoplan.solve.route_table import DirectLinks, SparseCosts
 from topoplan.solve.search_control import (
     SEARCH_UNFINISHED,
     Deadline,
@@ -97,6 +105,11 @@ def pack_exact(
     deadline = deadline_of(time_limit)
     if has_exact_tables(fabric):
         return _pack_few(fabric, collective, root, order, deadline, progress)
+    disjoint = (
+        _pack_disjoint(fabric, collective, root, deadline) if root is not None and known is None else None
+    )
+    if disjoint is not None:
+        return disjoint
     return _pack_on_orbits(fabric, collective, root, order, deadline, progress, known)
 
 
@@ -224,6 +237,38 @@ def at_lowest_height(
     limited = limited_to(tallest)
     limited.add([tree for tree in pool if tree.height <= tallest])
     return limited if limited.run(target) else generator
+
+
+MOST_DISJOINT = 64
+"""Most disjoint trees of a broadcast, in units of bandwidth of the smallest cut."""
+
+
+def _pack_disjoint(fabric: Fabric, collective: str, root: int, deadline: Deadline) -> ExactPacking | None:
+    """Return the optimal packing of a broadcast or reduce on links between many ranks; None for other fabrics."""
+    from topoplan.solve.hop_constrained_search import SMALL_SEARCH, lowest_heights
+    from topoplan.solve.packing.disjoint_arborescences import disjoint_arborescences
+
+    if not fabric.direct or not SMALL_SEARCH < fabric.size <= MOST_SEARCHED:
+        return None
+    packing = Packing(fabric, collective, root)
+    certificate = best_bound(fabric, collective, root)
+    count = certificate.bound(fabric, collective, root) * packing.scale
+    if count > MOST_DISJOINT:
+        return None
+    down = collective == "broadcast"
+    ends = fabric.ends if down else tuple((head, tail) for tail, head in fabric.ends)
+    units = dict(zip(ends, packing.limits, strict=True))
+    found = disjoint_arborescences(fabric.size, units, root, int(count), deadline=deadline)
+    assert found is not None, "as many trees exist as the smallest cut has links (Edmonds 1973)"
+    parents = [(root, (), tree) if down else (root, tree, ()) for tree in found]
+    trees = Counter(packing.trees(parents, DirectLinks(fabric)))
+    height = max(tree.height for tree in trees)
+    tails, heads = np.array(ends, dtype=np.int64).T
+    least = int(lowest_heights(SparseCosts.of(fabric.size, tails, heads, np.ones_like(tails)), [root])[0])
+    open_text = f"height {height} is the lowest found, {least} the lowest not excluded"
+    notes = (Note(open_text, "height open"),) if height > least else ()
+    weights = {tree: Fraction(times) for tree, times in trees.items()}
+    return ExactPacking(packing, weights, certificate, notes)
 
 
 def _pack_on_orbits(
