@@ -330,14 +330,12 @@ def _regular(fabric: Fabric, capacity: Sequence[int]) -> bool:
     No set of ranks then has fewer links out than one rank (Mader 1971). Known automorphisms must map every rank to
     every other: an equitable partition would not prove it.
     """
+    if not (fabric.direct and fabric.symmetric) or len(set(capacity)) > 1:
+        return False
+    if len(equivalent_ranks(fabric)) > 1:
+        return False
     from topoplan.solve.symmetry.symmetry_search import find_symmetry
 
-    if (
-        not (fabric.direct and fabric.symmetric)
-        or len(set(capacity)) > 1
-        or len(equivalent_ranks(fabric)) > 1
-    ):
-        return False
     return not orbits(len(fabric.nodes), find_symmetry(fabric))[: fabric.size].any()
 
 
