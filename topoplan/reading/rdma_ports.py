@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from topoplan.errors import TopologyError, UsageError, warning
+from topoplan.machine.cables import Cable
+from topoplan.machine.cluster import cluster
+from topoplan.machine.cluster_network import Server
 from topoplan.machine.hardware import checked_rate
-from topoplan.machine.host_topology import both_ways
-from topoplan.machine.topology import Device, Topology, format_value, without_named
+from topoplan.machine.topology import Device, Topology, facts, format_value, without_named
 from topoplan.machine.topology_json import decode_json
 from topoplan.units import counted, listed
 
@@ -39,9 +41,10 @@ def parse_jaccl(text: str, *, cable_gbps: float | None = None) -> Topology:
 
     TopologyError for a file without cables, rows of unlike lengths, and cables with one end.
 
+    >>> import topoplan
     >>> machine = parse_jaccl('[[null, "rdma_en3"], ["rdma_en2", null]]')
-    >>> machine.gpus, [(link.src, link.dst, link.bandwidth) for link in machine.links]
-    (('gpu0', 'gpu1'), [('gpu0', 'gpu1', 10.0), ('gpu1', 'gpu0', 10.0)])
+    >>> machine.gpus, topoplan.plan(machine).rate
+    (('s0.gpu0', 's1.gpu0'), 10.0)
     """
     rate = checked_rate("cable_gbps", cable_gbps) or THUNDERBOLT_5
     rows, hosts = _rows(decode_json(text, "the file of JACCL"))
@@ -60,15 +63,25 @@ def parse_jaccl(text: str, *, cable_gbps: float | None = None) -> Topology:
             f"ranks {listed(doubled, noun='pairs')} share several cables: device k of both cells must be the ends of "
             "one cable, else JACCL hangs"
         )
-    return Topology(
-        name="jaccl",
-        devices=tuple(Device(f"gpu{rank}", "gpu", f"s{rank}") for rank in range(len(cells))),
-        links=tuple(
-            link
-            for (i, j), count in pairs.items()
-            for link in both_ways(f"gpu{i}", f"gpu{j}", "network", rate * count, count=count)
-        ),
-        notes=tuple(notes),
+    cables = [
+        Cable(f"s{i}:{here}", f"s{j}:{there}", 8 * rate)
+        for i, j in pairs
+        for here, there in zip(cells[i][j], cells[j][i], strict=True)
+    ]
+    try:
+        made = cluster(
+            [Server(Topology("rank", (Device("gpu0", "gpu"),), ()), count=len(cells))],
+            network="cables",
+            cables=cables,
+            name="jaccl",
+        )
+    except UsageError as error:
+        raise TopologyError(f"the file of JACCL: {error}") from None
+    known = {f"s{rank}.gpu0": facts(host=host) for rank, host in enumerate(hosts)}
+    return replace(
+        made,
+        devices=tuple(replace(one, facts=known.get(one.name, one.facts)) for one in made.devices),
+        notes=(*notes, *made.notes),
         source="a file of JACCL; it states cables and no rates",
     )
 
@@ -146,18 +159,26 @@ def _cables(cells: Sequence[Sequence[tuple[str, ...]]]) -> dict[tuple[int, int],
     return found
 
 
-def _runs(cells: Sequence[Sequence[tuple[str, ...]]]) -> str:
-    """Return a note on whether JACCL runs on these cables: a full mesh, or a ring of ranks in their order."""
+def jaccl_shapes(cells: Sequence[Sequence[Sequence[str]]]) -> list[str]:
+    """Return what JACCL runs on the cables of a device file, in words: a full mesh, or a ring of ranks in their order.
+
+    >>> jaccl_shapes([[[], ["a"], []], [["a"], [], ["b"]], [[], ["a"], []]])
+    []
+    """
     ranks = len(cells)
     around = {len(cells[i][(i + step) % ranks]) for i in range(ranks) for step in (1, -1)}
     mesh = all(cells[i][j] for i in range(ranks) for j in range(ranks) if i != j)
     kinds = ["a full mesh"] if mesh and ranks <= MOST_MESH else []
-    kinds += ["a ring in rank order"] if len(around) == 1 and 1 <= min(around) <= MOST_CABLES else []
+    return kinds + (["a ring in rank order"] if len(around) == 1 and 1 <= min(around) <= MOST_CABLES else [])
+
+
+def _runs(cells: Sequence[Sequence[tuple[str, ...]]]) -> str:
+    kinds = jaccl_shapes(cells)
     if kinds:
         return f"JACCL runs these cables as {' or as '.join(kinds)}"
     return warning(
         "JACCL refuses these cables: they are neither a full mesh nor a ring in rank order with as many cables on "
-        "every side; a plan uses them all the same"
+        "every side; a plan uses them all the same, and topoplan order --format jaccl looks for a ring"
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from functools import cached_property
+from itertools import permutations
 
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Link, Topology
@@ -51,8 +52,7 @@ class NcclServerRoutes:
     def between(self, first: int, second: int) -> Loads | None:
         """Return the load of a byte from one server to another on each link, over all channels that join them."""
         if (first, second) not in self._between:
-            ways = [self._way(first, second, channel) for channel in range(self.channels.count)]
-            joined = [way for way in ways if way]
+            joined = self._joined(first, second)
             part = Fraction(1, max(len(joined), 1))
             whole = summed((way, Fraction(1)) for way in joined)
             self._between[first, second] = (
@@ -62,9 +62,20 @@ class NcclServerRoutes:
 
     def distance(self, first: int, second: int) -> Fraction:
         """Return the links from one server to another on the first channel that joins them, else `NOWHERE`."""
-        ways = (self._way(first, second, channel) for channel in range(self.channels.count))
-        way = next((way for way in ways if way), None)
+        way = next(iter(self._joined(first, second)), None)
         return NOWHERE if way is None else sum(way.values(), Fraction(0))
+
+    def _joined(self, first: int, second: int) -> list[Loads]:
+        """Return the ways of all channels between two servers.
+
+        If none joins them, as on cables from one port to another, a channel may leave over one NIC and enter over
+        another, which NCCL does with NCCL_IB_SUBNET_AWARE_ROUTING.
+        """
+        channels = range(self.channels.count)
+        ways = [self._way(first, second, channel, channel) for channel in channels]
+        if not any(ways):
+            ways = [self._way(first, second, *pair) for pair in permutations(channels, 2)]
+        return [way for way in ways if way]
 
     def switch_ways(self) -> dict[str, tuple[str, ...]]:
         """Map every switch of the network to its path from one in the middle; empty if the network is not a tree."""
@@ -118,11 +129,13 @@ class NcclServerRoutes:
             entering.setdefault(link.dst, []).append((number, link.src))
         return leaving, entering
 
-    def _way(self, first: int, second: int, channel: int) -> Loads | None:
-        """Return the loads of one channel between two servers: all shortest paths, by the width of their NICs."""
+    def _way(self, first: int, second: int, channel: int, there: int) -> Loads | None:
+        """Return the loads from a channel of one server to one of another: all shortest paths, by the width of their
+        NICs.
+        """
         found: list[tuple[int, Path, Loads]] = []
         for leave in self._ends(first, channel, leaves=True):
-            for enter in self._ends(second, channel, leaves=False):
+            for enter in self._ends(second, there, leaves=False):
                 if leave[-1] == enter[0]:
                     found.append((len(leave) + len(enter) - 1, (*leave, *enter[1:]), {}))
                     continue

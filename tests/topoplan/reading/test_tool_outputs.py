@@ -35,6 +35,7 @@ from tests.support.tool_outputs import (
 )
 from topoplan.errors import TopologyError, TopoplanError, UsageError
 from topoplan.machine.topology import Topology
+from topoplan.operate.launch_files import hosts_of
 from topoplan.reading.load import form_of, load
 from topoplan.reading.nccl.job_reports import parse_ras
 from topoplan.reading.nccl.perf_json import parse_perf_runs
@@ -111,17 +112,22 @@ def wires(machine: Topology) -> dict[tuple[str, str], tuple[float, int]]:
     return {(link.src, link.dst): (link.bandwidth, link.count) for link in machine.links}
 
 
-def test_cables_of_jaccl_are_links_of_both_directions() -> None:
+def test_cables_of_jaccl_join_ports_by_name() -> None:
     machine = load(DEVICES)
-    assert (machine.gpus, tuple(machine.servers)) == (("gpu0", "gpu1", "gpu2"), ("s0", "s1", "s2"))
-    assert wires(machine) == {
-        ("gpu0", "gpu1"): (10, 1),
-        ("gpu1", "gpu0"): (10, 1),
-        ("gpu1", "gpu2"): (20, 2),
-        ("gpu2", "gpu1"): (20, 2),
+    assert (machine.gpus, machine.servers) == (("s0.gpu0", "s1.gpu0", "s2.gpu0"), ("s0", "s1", "s2"))
+    ports = {pair: rate for pair, rate in wires(machine).items() if "gpu" not in "".join(pair)}
+    assert ports == {
+        (src, dst): (10, 1)
+        for ends in (
+            ("s0.rdma_en3", "s1.rdma_en2"),
+            ("s1.rdma_en4", "s2.rdma_en6"),
+            ("s1.rdma_en5", "s2.rdma_en3"),
+        )
+        for src, dst in (ends, ends[::-1])
     }
     assert any("JACCL refuses these cables" in note for note in machine.notes)
-    assert wires(load(HOSTS, cable_gbps=5)) == {("gpu0", "gpu1"): (5, 1), ("gpu1", "gpu0"): (5, 1)}
+    assert topoplan.plan(load(HOSTS, cable_gbps=5)).rate == 5
+    assert hosts_of(load(HOSTS)) == ("mac1", "mac2")
 
 
 def device_file(ranks: int, absent: set[tuple[int, int]]) -> str:
