@@ -18,6 +18,7 @@ from topoplan.engines.chakra import chakra_traces
 from topoplan.engines.exported import DEFAULT_CHOICES, Choices, Exported, one_server
 from topoplan.engines.msccl_write import msccl_algorithm
 from topoplan.engines.mscclpp_write import execution_plan, execution_plans
+from topoplan.engines.nccl.environment_file import nccl_environment
 from topoplan.engines.nccl.graph_file import machine_graph_xml, plan_graph_xml
 from topoplan.engines.nccl.topology_file import nccl_topo_xml
 from topoplan.engines.nccl.tuner_file import model_tuner
@@ -167,6 +168,10 @@ _USE_TOPO = (
     "with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=ENV NCCL says: NCCL_TOPO_FILE set by environment to …",
     "NCCL_TOPO_DUMP_FILE=dump.xml writes what NCCL made of it, for topoplan diff",
 )
+_USE_ENV = (
+    "to use it: . {file} on each server before the job, or export what it sets (mpirun -x)",
+    "with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=ENV,NET NCCL says: NCCL_IB_HCA set to …",
+)
 _USE_MSCCLPP = (
     "to use it: export MSCCLPP_EXECUTION_PLAN_DIR={folder}, where no other files are",
     "and LD_PRELOAD MSCCL++'s libmscclpp_nccl.so into a program that calls NCCL",
@@ -203,6 +208,14 @@ FORMATS = {
         ),
         lambda plan, _: model_tuner(plan.topology),
         many_servers=True,
+    ),
+    "nccl-env": ExportFormat(
+        "shell file of NCCL's variables for a cluster: which NICs, merged or not, rails, subnets, each with a reason; "
+        "says if stock NCCL cannot start on its cables",
+        lambda machine, server: nccl_environment(machine, server=server),
+        lambda plan, _: nccl_environment(plan.topology),
+        many_servers=True,
+        use=lambda _: _USE_ENV,
     ),
     "thresholds": ExportFormat(
         "cut-off table (JSON): for each number of GPUs and range of sizes the kernel that published measurements "
