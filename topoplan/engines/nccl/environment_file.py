@@ -197,7 +197,7 @@ def _missing_edges(
     joins = " and ".join(f"{what} joins {listed(pairs, noun='pairs')}" for what, pairs in edges.items())
     yield warning(
         f"stock NCCL cannot start on {shape}, because {joins}, which no cable joins; NCCL_ALGO=Ring does not help, "
-        "since NCCL connects its trees all the same"
+        "since NCCL connects its trees all the same (NVIDIA/nccl issue 1034; one report says that a ring of 4 starts)"
     )
     yield (
         "what can start: an NCCL patched to connect rings alone (NCCL_SWITCHLESS_RING_ONLY, NCCL_SKIP_TREE_CONNECT "
@@ -227,7 +227,7 @@ def _lines(topology: Topology, server: str, nics: Sequence[_Nic]) -> Iterator[_L
     names = [nic.name for nic in nics]
     unnamed = [nic.name for nic in nics if not nic.functions]
     if unnamed:
-        hint = "name them (NIC Legend of nvidia-smi topo -m, or ibdev2netdev with --merge)"
+        hint = "give nvidia-smi topo -m with its NIC Legend"
         yield _Line(
             "NCCL_IB_HCA",
             None,
@@ -259,7 +259,7 @@ def _lines(topology: Topology, server: str, nics: Sequence[_Nic]) -> Iterator[_L
         why = "NICs merged into one would be on several rails"
         yield _Line("NCCL_IB_MERGE_NICS", "0", why)
     else:
-        why = f"all NICs are on {listed(switches)}: NCCL keeps a ring on one NIC where that is not slower"
+        why = "one switch of the network has all NICs: NCCL keeps a ring on one NIC if that is not slower"
         yield _Line("NCCL_CROSS_NIC", "2", why)
         why = "the functions of a NIC lead to the same switch, and NCCL merges them" if several else ""
         if why:
