@@ -132,10 +132,10 @@ def deprecated(old: str, advice: str) -> None:
 WARNING = "warning: "
 """Beginning of a note on a fault in text; all other notes are assumptions or information."""
 
-Kind = Literal["", "warning", "filled in", "assumed", "stopped", "height open", "height asked"]
+Kind = Literal["", "warning", "filled in", "assumed", "nics", "stopped", "height open", "height asked"]
 """Kinds of a machine's notes: a warning, rows of a listing that were filled in, a rate that was assumed from the GPU's
-generation (of `Note.devices`, a channel), or neither. Of a plan's: its search ran out of time, or its height
-was not proved lowest or was limited on request."""
+generation (of `Note.devices`, a channel), the NICs that are used and left out, or neither. Of a plan's: its search ran
+out of time, or its height was not proved lowest or was limited on request."""
 
 
 class Note(str):

@@ -8,7 +8,12 @@ from pathlib import Path
 from shlex import quote
 
 from topoplan.cli import arguments
-from topoplan.cli.machine_options import add_all_options, add_fault_options, apply_faults, apply_overlay
+from topoplan.cli.machine_options import (
+    add_all_options,
+    apply_cluster_options,
+    apply_faults,
+    apply_overlay,
+)
 from topoplan.cli.output import (
     Answer,
     check_target,
@@ -64,7 +69,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         chunk=arguments.size,
         runtime={"choices": sorted(RUNTIMES)},
     )
-    add_fault_options(parser)
+    add_all_options(parser)
     parser.examples = (
         "topoplan export dgx-1v --gpus 0-3 --to nccl-graph -o graph.xml",
         "topoplan export plan.json --to mscclpp -o mscclpp.json",
@@ -105,7 +110,8 @@ def export_file(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]
     source = read_plan_or_machine(options)
     choices = _choices(options)
     if isinstance(source, Topology):
-        machine = apply_faults(options, apply_overlay(options, source))
+        described = apply_cluster_options(options, apply_overlay(options, source), gpus=options.gpus)
+        machine = apply_faults(options, described)
         gpus = machine.allocation(options.gpus)
         # a machine's file has no ranks, and so no order of the GPUs
         allocation = machine.whole.subset(None if gpus is None else sorted(gpus))

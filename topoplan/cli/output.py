@@ -218,7 +218,9 @@ def print_csv(rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def note_lines(*notes: str, every: bool = True) -> Iterator[str]:
-    """Yield the lines of notes, each once, warnings first; without ``every`` warnings and the number of the others.
+    """Yield the lines of notes, each once, warnings first.
+
+    Without ``every``: warnings, the NICs used and left out, and the number of the others.
 
     >>> list(note_lines("warning: gpu0 has no NVLink", "PCIe assumed", every=False))
     ['warning: gpu0 has no NVLink', 'notes: 1; --notes prints it']
@@ -228,7 +230,10 @@ def note_lines(*notes: str, every: bool = True) -> Iterator[str]:
     yield from map(printable, ordered[: len(ordered) - len(others)])
     if every:
         yield from (f"note: {printable(note)}" for note in others)
-    elif others:
+        return
+    yield from (f"note: {printable(note)}" for note in others if kind_of(note) == "nics")
+    others = [note for note in others if kind_of(note) != "nics"]
+    if others:
         yield f"notes: {len(others)}; --notes prints {'it' if len(others) == 1 else 'them'}"
 
 

@@ -168,8 +168,8 @@ _USE_TOPO = (
     "with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=ENV NCCL says: NCCL_TOPO_FILE set by environment to …",
     "NCCL_TOPO_DUMP_FILE=dump.xml writes what NCCL made of it, for topoplan diff",
 )
-_USE_ENVIRONMENT = (
-    "to use it: source {file}, in bash, on every server; if it begins a case, with the server's name",
+_USE_ENV = (
+    "to use it: . {file} on each server before the job, or export what it sets (mpirun -x)",
     "with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=ENV,NET NCCL says: NCCL_IB_HCA set to …",
 )
 _USE_MSCCLPP = (
@@ -210,12 +210,12 @@ FORMATS = {
         many_servers=True,
     ),
     "nccl-env": ExportFormat(
-        "NCCL's environment for the servers of a cluster (shell): their NICs by name, rails, cables without a switch, "
-        "and whether NCCL can start on them",
-        nccl_environment,
+        "shell file of NCCL's variables for a cluster: which NICs, merged or not, rails, subnets, each with a reason; "
+        "says if stock NCCL cannot start on its cables",
+        lambda machine, server: nccl_environment(machine, server=server),
         lambda plan, _: nccl_environment(plan.topology),
         many_servers=True,
-        use=lambda _: _USE_ENVIRONMENT,
+        use=lambda _: _USE_ENV,
     ),
     "thresholds": ExportFormat(
         "cut-off table (JSON): for each number of GPUs and range of sizes the kernel that published measurements "

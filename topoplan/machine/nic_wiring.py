@@ -28,18 +28,17 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import pairwise
 
-from topoplan.errors import UsageError
+from topoplan.errors import Note, UsageError
 from topoplan.machine.hardware import gpu_identity
 from topoplan.machine.topology import Device, Link, Topology, without_named
 from topoplan.machine.variants import SIDES
-from topoplan.units import exact, nearest_float
+from topoplan.units import exact, listed, nearest_float
 
 NICS_FORM = "names such as mlx5_0,mlx5_1, ^NAME to leave NICs out, =NAME for one exact name, or a number"
 """Syntax of a choice of NICs."""
 
-_CHOICE = re.compile(
-    r"(\^?)(=?)([A-Za-z0-9_.-]{1,80}(?::[0-9]{1,3})?(?:,[A-Za-z0-9_.-]{1,80}(?::[0-9]{1,3})?)*)"
-)
+_NAME = r"[A-Za-z0-9_.-]{1,80}(?::[0-9]{1,3})?"
+_CHOICE = re.compile(rf"(\^?)(=?)({_NAME}(?:,{_NAME})*)")
 
 
 def path_kind(machine: Topology, path: Sequence[str]) -> int:
@@ -57,26 +56,43 @@ def nic_machine(machine: Topology, choice: str) -> Topology:
     """Return a machine with the NICs of a choice alone, under their names.
 
     A name is a device's (``nic0``, in any case) or begins an adapter's, as in ``NCCL_IB_HCA``: ``mlx5_1`` takes
-    mlx5_1 and mlx5_10, ``=mlx5_1`` the first alone, ``^mlx5_1`` all others. A port behind the name, as in ``mlx5_1:1``,
-    is ignored. UsageError for another syntax, an unknown name, or a choice that leaves no NIC.
+    mlx5_1 and mlx5_10, ``=mlx5_1`` the first alone, ``^mlx5_1`` all others. Port 1 may stand behind the name, as in
+    ``mlx5_1:1``; a machine does not describe other ports. UsageError for another syntax or port, unknown names, a NIC
+    named twice, or a choice that leaves no NIC.
     """
     match = _CHOICE.fullmatch(choice)
     if match is None:
-        raise UsageError(f"nics {choice[:60]!r} must be {NICS_FORM}")
+        both = "; ^ and = stand once, before the first name" if re.search("[^^=][\\^=]", choice) else ""
+        raise UsageError(f"nics {choice[:60]!r} must be {NICS_FORM}{both}")
     every = [device for device in machine.devices if device.kind == "nic"]
     if not every:
         raise UsageError(f"nics {choice[:60]!r}: {machine.name} lists no NIC; give a number of NICs")
+    words = {
+        word: [nic for nic in every if _is_named(nic, word.split(":")[0], exact=bool(match[2]))]
+        for word in match[3].split(",")
+    }
+    unknown = [word.split(":")[0] for word, found in words.items() if not found]
+    if unknown:
+        names = ", ".join(_nic_label(nic) for nic in every)
+        legend = "" if any(nic.fact("adapter") for nic in every) else "; it has no adapter names (NIC Legend)"
+        verb = "is not a NIC" if len(unknown) == 1 else "are not NICs"
+        raise UsageError(f"nics: {listed(unknown)} {verb} of {machine.name}, which has {names[:300]}{legend}")
+    for word in words:
+        if word.partition(":")[2] not in ("", "1"):
+            raise UsageError(
+                f"nics: the port of {word} must be 1, the only one that {machine.name} describes; leave it out"
+            )
     named: set[str] = set()
     notes: list[str] = []
+    before: dict[str, str] = {}
     for word in match[3].split(","):
-        name = word.split(":")[0]
-        found = [nic for nic in every if _is_named(nic, name, exact=bool(match[2]))]
-        if not found:
-            names = ", ".join(_nic_label(nic) for nic in every)
-            legend = (
-                "" if any(nic.fact("adapter") for nic in every) else "; it has no adapter names (NIC Legend)"
-            )
-            raise UsageError(f"nics: {name} is not a NIC of {machine.name}, which has {names[:300]}{legend}")
+        name, found = word.split(":")[0], words[word]
+        for nic in (nic for nic in found if _is_named(nic, name, exact=True)):
+            if nic.name in before:
+                raise UsageError(
+                    f"nics must name a NIC once, got {before[nic.name]} and {word} for {_nic_label(nic)}; leave one out"
+                )
+            before[nic.name] = word
         named |= {nic.name for nic in found}
         longer = [_nic_label(nic) for nic in found if name not in (nic.name, nic.fact("adapter"))]
         if longer and len(longer) < len(found):
@@ -86,6 +102,13 @@ def nic_machine(machine: Topology, choice: str) -> Topology:
     kept = {nic.name for nic in every if (nic.name in named) != bool(match[1])}
     if not kept:
         raise UsageError(f"nics {choice[:60]!r} leaves no NIC of {machine.name}; name fewer behind ^")
+    if len(kept) < len(every):
+        used, rest = (
+            [_nic_label(nic) for nic in every if (nic.name in kept) == is_kept] for is_kept in (True, False)
+        )
+        notes.append(
+            Note(f"NICs used: {', '.join(used)}, as chosen by name; left out: {', '.join(rest)}", "nics")
+        )
     return without_named(machine, {nic.name for nic in every} - kept, *notes)
 
 
@@ -312,13 +335,17 @@ def _notes(
     places: Sequence[NicPlace],
     idle: Collection[str],
 ) -> tuple[str, ...]:
-    notes = []
+    notes: list[str] = []
     out = [nic for nic in idle if nic not in {place.name for place in places}]
     if out:
+        used = ", ".join(_with_adapter(machine, place.name) for place in places)
         names = ", ".join(_with_adapter(machine, nic) for nic in out)
         notes.append(
-            f"left out, since every GPU has a nearer NIC and NCCL takes that: {names}; --nics chooses NICs by name or "
-            "number"
+            Note(
+                f"NICs used: {used}; left out, since every GPU has a nearer NIC and NCCL takes that: {names}; --nics "
+                "chooses NICs by name or number",
+                "nics",
+            )
         )
     if nics is None and not machine_nics(machine):
         notes.append(
@@ -389,7 +416,7 @@ def nic_places(
 
 
 def _with_adapter(machine: Topology, nic: str) -> str:
-    adapter = machine.device(nic).fact("adapter")
+    adapter = machine.device(nic).fact("adapter") if nic in machine_nics(machine) else ""
     return f"{nic} ({adapter})" if adapter and adapter != nic else nic
 
 

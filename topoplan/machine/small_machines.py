@@ -48,7 +48,7 @@ def dgx_spark() -> Topology:
         (
             Device("gpu0", "gpu", SERVER, model="NVIDIA GB10"),
             Device("pcie0", "pcie", SERVER),
-            Device("cpu0", "cpu", SERVER, model="Grace, 20 cores"),
+            Device("cpu0", "cpu", SERVER, model="Grace, 20 cores", facts=facts(management="enP7s7")),
             *ports,
         ),
         (

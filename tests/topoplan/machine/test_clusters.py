@@ -385,7 +385,13 @@ MISFITS: list[tuple[Callable[..., object], dict[str, Any], str]] = [
             (cluster, box(servers=[Server(two_cpus(), count=2)], nics=choice), message)
             for choice, message in {
                 "mlx5_7": "mlx5_7 is not a NIC of box, which has mlx5_1, mlx5_10, mlx5_2",
+                "mlx5_7,mlx5_8,mlx5_1": "mlx5_7, mlx5_8 are not NICs of box",
                 "^mlx5": "leaves no NIC of box",
+                "mlx5_1,mlx5_1": "must name a NIC once, got mlx5_1 and mlx5_1 for mlx5_1",
+                "nic0,=mlx5_1": "^ and = stand once, before the first name",
+                "mlx5_1,^mlx5_1": "^ and = stand once, before the first name",
+                "mlx5_2:1,nic2": "must name a NIC once, got mlx5_2:1 and nic2 for mlx5_2",
+                "mlx5_2:2": "the port of mlx5_2:2 must be 1",
                 "a,,b": "must be names such as mlx5_0,mlx5_1",
                 "": "must be names such as",
             }.items()

@@ -1,236 +1,302 @@
-"""Write the environment that NCCL needs on several servers: their NICs by name, rails, and cables without a switch.
+"""Write the environment that NCCL needs between the servers of a cluster, as a file that a shell sources.
 
-Sources: NCCL's environment variables (docs.nvidia.com/deeplearning/nccl, env); for cabled servers, reports of three and
-four DGX Sparks (sparkrun#157, #174; nccl#1034; aicad-nccl-optimization#1). NCCL joins servers by a ring in the order of
-ranks and by two binary trees, whatever NCCL_ALGO says.
+Every value follows from the topology: which NICs have a link out of the server, and whether a switch, rails or cables
+join them. A NIC that lost its link is left out. Servers with the same values share a branch of the file; if there are
+several branches, the name of the server selects one. A comment states the reason of each value, and of a variable that
+the topology does not settle.
+
+NCCL connects its rings and its double binary trees over the servers in the order of the ranks at start, whatever
+``NCCL_ALGO`` selects later. So servers cabled to one another need a cable for each edge of both; a missing one is a
+warning, since other transports and patched builds exist. On cables, ``NCCL_IB_SUBNET_AWARE_ROUTING`` selects the device
+on the peer's subnet (``ncclIbFindDevBySubnet``, ``src/transport/net_ib/connect.cc`` of NCCL 2.30); without it NCCL
+joins devices of one index.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from shlex import quote
 
 from topoplan.engines.exported import Exported
-from topoplan.errors import UsageError
+from topoplan.errors import UsageError, warning
 from topoplan.machine.topology import Device, Topology
 from topoplan.machine.variants import SIDES
 from topoplan.schedules.binary_trees import server_trees
+from topoplan.units import listed
 
-MANAGEMENT_PORT = {"NVIDIA GB10": "enP7s7"}
-"""The interface beside the fabric, by model of the GPU: the 10GbE port of a DGX Spark."""
+SERVER_VARIABLE = "TOPOPLAN_SERVER"
+"""Variable that names this server to the file; if it is unset, the host's short name does."""
 
-Setting = tuple[str, str, str]
-"""A variable, its value, and the reason."""
+_SHELL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,200}")
 
 
-@dataclass(frozen=True)
-class _Cable:
-    """Two NICs of two servers that a link joins."""
+@dataclass(frozen=True, slots=True)
+class _Nic:
+    """A NIC with a link out of its server; ``functions`` are its RDMA devices, empty if the machine names none.
 
-    start: Device
-    end: Device
+    ``ends`` are the far ends: a switch's name, or server and NIC at the other end of a cable.
+    """
+
+    name: str
+    functions: tuple[str, ...]
+    ends: tuple[tuple[str, str], ...]
 
     @property
-    def servers(self) -> frozenset[str]:
-        return frozenset((self.start.server, self.end.server))
+    def peers(self) -> set[str]:
+        """The servers at the other ends of its cables."""
+        return {server for server, _ in self.ends if server}
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A variable with its value, None if the topology does not settle it, and the reason."""
+
+    variable: str
+    value: str | None
+    reason: str
 
     def __str__(self) -> str:
-        return "-".join(
-            f"{nic.server}:{nic.name.removeprefix(f'{nic.server}.')}" for nic in (self.start, self.end)
-        )
+        if self.value is None:
+            return f"# {self.variable} is not set: {self.reason}"
+        return f"# {self.reason}\nexport {self.variable}={quote(self.value)}"
 
 
-def nccl_environment(topology: Topology, server: str | None = None) -> Exported:
-    """Return shell commands that set NCCL's variables, for ``server`` or, None, for all of them.
+def nccl_environment(topology: Topology, *, server: str | None = None) -> Exported:
+    """Return the variables of NCCL for the servers of a cluster that have GPUs, or for one ``server``.
 
-    If servers need different values, the file takes the server's name: ``source FILE s0`` in bash.
-
-    UsageError if the machine has one server, no such server, or GPUs that NCCL does not run on.
+    UsageError for fewer than two servers, an unknown server, GPUs that NCCL does not drive, or a server that no network
+    link leaves.
 
     >>> import topoplan
-    >>> for line in nccl_environment(topoplan.load("dgx-spark-x2")).text.splitlines()[1:6]: print(line)
-    case "$1" in
-    s0)
-      # NICs that the cables or switches join, by exact name
-      export NCCL_IB_HCA='=rocep1s0f0,roceP2p1s0f0'
-      # two functions of one port are one NIC of its full rate
+    >>> text = nccl_environment(topoplan.load("dgx-spark-x3"), server="s0").text
+    >>> print([line for line in text.splitlines() if "MERGE" in line][0])
+    export NCCL_IB_MERGE_NICS=0
     """
-    names = list(dict.fromkeys(topology.device(gpu).server for gpu in topology.gpus))
-    if len(names) < 2:
+    gpus = [topology.device(name) for name in topology.gpus]
+    servers = tuple(dict.fromkeys(gpu.server for gpu in gpus))
+    if len(servers) < 2:
         raise UsageError(
-            f"nccl-env is about NICs between servers, and {topology.name} has one server; plan it with --servers, or "
-            "describe a cluster"
+            f"nccl-env needs a machine of several servers, got {topology.name} with one; add --servers N, or name a "
+            "cluster"
         )
-    if server is not None and server not in names:
-        raise UsageError(f"{topology.name} has no server {server}; choose one of {', '.join(names)}")
-    foreign = sorted(
-        {topology.device(gpu).model for gpu in topology.gpus if "Apple" in topology.device(gpu).model}
-    )
-    if foreign:
-        raise UsageError(f"NCCL runs on GPUs of NVIDIA and AMD, got {foreign[0]}; leave nccl-env out")
-    cables = _cables(topology)
-    warnings = (*_missing_pairs(names, cables), *_equal_ports(cables))
-    chosen = names if server is None else [server]
-    blocks = {name: _block(topology, name, cables) for name in chosen}
-    lines = [f"# NCCL on {topology.name}", *(f"# warning: {text}" for text in warnings), *_subnets(cables)]
-    if len(set(blocks.values())) == 1:
-        lines += blocks[chosen[0]]
-    else:
-        lines.append('case "$1" in')
-        for name, block in blocks.items():
-            lines += [f"{name})", *(f"  {line}" for line in block), "  ;;"]
-        lines += [f'*) echo "name a server: {" ".join(blocks)}" >&2 ;;', "esac"]
-    without = [name for name in chosen if _unnamed(topology, name)]
-    notes = (
-        [f"NCCL_IB_HCA is left out: NICs of {', '.join(without)} have no adapter names"] if without else []
-    )
-    return Exported("\n".join(lines) + "\n", (*warnings, *notes))
+    if server is not None and server not in servers:
+        raise UsageError(f"{topology.name} has no server {server!r} with GPUs; it has {listed(servers)}")
+    foreign = next((gpu for gpu in gpus if gpu.model.startswith("Apple")), None)
+    if foreign is not None:
+        raise UsageError(f"nccl-env needs GPUs that NCCL or RCCL drives, got {foreign.name}, {foreign.model}")
+    nics = {name: _nics_out(topology, name) for name in servers}
+    for name, found in nics.items():
+        if not found:
+            raise UsageError(f"nccl-env needs a NIC with a link out of each server, got none for {name}")
+    cables = _cables(nics)
+    warnings = (*_missing_edges(servers, cables), *_crossed_ports(nics, cables)) if cables else ()
+    chosen = servers if server is None else (server,)
+    branches: dict[str, list[str]] = {}
+    for name in chosen:
+        text = "\n".join(map(str, _lines(topology, name, nics[name])))
+        branches.setdefault(text, []).append(name)
+    head = [
+        f"# Environment of NCCL for {_one_line(topology.name)}, made by topoplan export --to nccl-env; source it "
+        "on each server",
+        *(f"# {note}" for note in warnings),
+    ]
+    return Exported("\n".join([*head, *_branches(branches)]) + "\n", tuple(warnings))
 
 
-def _block(topology: Topology, server: str, cables: Sequence[_Cable]) -> tuple[str, ...]:
-    lines: list[str] = []
-    without = _unnamed(topology, server)
-    if without:
-        lines.append(f"# NCCL_IB_HCA: name the adapters of {', '.join(without)}, as ibdev2netdev prints them")
-    for variable, value, reason in _settings(topology, server, cables):
-        lines += [f"# {reason}", f"export {variable}={value}"]
-    return tuple(lines)
+def _one_line(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def _settings(topology: Topology, server: str, cables: Sequence[_Cable]) -> Iterator[Setting]:
-    own = [cable for cable in cables if server in cable.servers]
-    adapters = list(dict.fromkeys(name for nic in _nics(topology, server) for name in _functions(nic)))
-    if adapters and not _unnamed(topology, server):
-        reason = "NICs that the cables or switches join, by exact name"
-        yield "NCCL_IB_HCA", f"'={','.join(adapters)}'", reason
-    if own:
-        yield from _of_cables(own)
-        model = next(
-            topology.device(gpu).model for gpu in topology.gpus if topology.device(gpu).server == server
-        )
-        if model in MANAGEMENT_PORT:
-            reason = "ranks meet over a network that joins all servers"
-            yield "NCCL_SOCKET_IFNAME", MANAGEMENT_PORT[model], reason
-    elif _has_rails(topology):
-        yield "NCCL_CROSS_NIC", "0", "no switch joins the rails: a ring must stay on its NIC"
-
-
-def _of_cables(own: Sequence[_Cable]) -> Iterator[Setting]:
-    neighbours = {name for cable in own for name in cable.servers}
-    several = any(len(_functions(nic)) > 1 for cable in own for nic in (cable.start, cable.end))
-    if len(neighbours) == 2:
-        if several:
-            yield "NCCL_IB_MERGE_NICS", "1", "two functions of one port are one NIC of its full rate"
+def _branches(branches: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of all servers: without a choice if they have one text."""
+    if len(branches) == 1:
+        yield next(iter(branches))
         return
-    yield "NCCL_IB_MERGE_NICS", "0", "NICs with cables to different servers must not become one"
+    yield f"case ${{{SERVER_VARIABLE}:-$(hostname -s)}} in"
+    for text, names in branches.items():
+        yield f"{'|'.join(quote(name) for name in names)})"
+        yield from (f"  {line}" for line in text.splitlines())
+        yield "  ;;"
     yield (
-        "NCCL_IB_SUBNET_AWARE_ROUTING",
-        "1",
-        "take the NIC whose subnet has the other server, not that of its number",
+        f'*) echo "{SERVER_VARIABLE} must name a server of the topology, got '
+        f'${{{SERVER_VARIABLE}:-$(hostname -s)}}; set it" >&2 ;;'
     )
-    yield "NCCL_CROSS_NIC", "1", "a ring comes in by one NIC and leaves by another"
-    yield "NCCL_NET_PLUGIN", "none", "a network plugin chooses NICs without regard to subnets"
+    yield "esac"
 
 
-def _nics(topology: Topology, server: str) -> list[Device]:
-    """Return the NICs of a server with links to other servers or to switches between them."""
-    home = {device.name: device.server for device in topology.devices}
-    outside = {link.src for link in topology.links if home[link.src] == server != home[link.dst]}
-    outside |= {link.dst for link in topology.links if home[link.dst] == server != home[link.src]}
-    return [device for device in topology.devices if device.name in outside and device.kind == "nic"]
+def _nics_out(topology: Topology, server: str) -> tuple[_Nic, ...]:
+    """Return the NICs of a server with a link to another server or to a switch of the network, in its order.
+
+    A NIC of several GPUs, which is two devices, counts once.
+    """
+    ends: dict[str, list[tuple[str, str]]] = {}
+    device: dict[str, Device] = {}
+    for link in topology.links:
+        if link.channel != "network":
+            continue
+        near, far = topology.device(link.src), topology.device(link.dst)
+        if near.server == server and near.kind == "nic" and far.server != server:
+            name = _bare(near)
+            device[name] = near
+            ends.setdefault(name, []).append((far.server, _bare(far)))
+    order = dict.fromkeys(
+        _bare(one) for one in topology.devices if one.server == server and one.kind == "nic"
+    )
+    return tuple(
+        _Nic(name, _functions(device[name]), tuple(dict.fromkeys(ends[name])))
+        for name in order
+        if name in ends
+    )
+
+
+def _bare(device: Device) -> str:
+    """Return a device's name without its server and without the side of a NIC."""
+    name = device.name.removeprefix(f"{device.server}.") if device.server else device.name
+    side = next((side for side in SIDES if name.endswith(side)), "") if device.kind == "nic" else ""
+    return name.removesuffix(side)
 
 
 def _functions(nic: Device) -> tuple[str, ...]:
-    """Return the names by which the operating system knows a NIC; none if unknown."""
-    names = nic.fact("functions") or nic.fact("adapter")
-    return tuple(names.split(",")) if names else ()
+    named = nic.fact("functions") or nic.fact("adapter")
+    found = tuple(name for name in named.split(",") if name)
+    return found if all(_SHELL_NAME.fullmatch(name) for name in found) else ()
 
 
-def _cables(topology: Topology) -> list[_Cable]:
-    found: dict[frozenset[str], _Cable] = {}
-    for link in topology.links:
-        ends = topology.device(link.src), topology.device(link.dst)
-        if all(end.kind == "nic" and end.server for end in ends) and ends[0].server != ends[1].server:
-            names = frozenset(_side_removed(end.name) for end in ends)
-            found.setdefault(names, _Cable(*ends))
-    return list(found.values())
+def _cables(nics: Mapping[str, Sequence[_Nic]]) -> list[tuple[tuple[str, str], tuple[str, str]]]:
+    """Return both ends of every cable, a server and its NIC each."""
+    both = [((server, nic.name), end) for server, found in nics.items() for nic in found for end in nic.ends]
+    return [(one, other) for one, other in both if other[0] in nics and one < other]
 
 
-def _side_removed(name: str) -> str:
-    return next((name.removesuffix(side) for side in SIDES if name.endswith(side)), name)
-
-
-def _missing_pairs(servers: Sequence[str], cables: Sequence[_Cable]) -> tuple[str, ...]:
-    """Return why NCCL cannot start: servers that its ring or trees join, and no cable does."""
-    if not cables:
-        return ()
-    joined = {cable.servers for cable in cables}
-    ring = [frozenset(pair) for pair in pairwise((*servers, servers[0]))]
-    trees = [
-        frozenset((servers[child], servers[parent]))
-        for tree in server_trees(len(servers))
+def _missing_edges(
+    servers: Sequence[str], cables: Iterable[tuple[tuple[str, str], tuple[str, str]]]
+) -> Iterator[str]:
+    """Yield a warning if NCCL's ring or trees over the servers have an edge that no cable joins."""
+    joined = {frozenset((one[0], other[0])) for one, other in cables}
+    count = len(servers)
+    edges: dict[str, list[str]] = {}
+    needed = [("its ring", i, (i + 1) % count) for i in range(count)]
+    needed += [
+        ("its double binary tree", child, parent)
+        for tree in server_trees(count)
         for child, (parent, _) in tree.items()
     ]
-    for what, pairs in (("ring", ring), ("trees", trees)):
-        lacking = sorted({"-".join(sorted(pair)) for pair in pairs if len(pair) == 2 and pair not in joined})
-        if lacking:
-            return (
-                f"stock NCCL cannot start on these {len(servers)} servers: its {what} join {', '.join(lacking)}, which "
-                "no cable joins, and it connects trees even with NCCL_ALGO=Ring (nccl#1034; one report says that it "
-                "starts). A plan of topoplan on tcp, a patched NCCL, a plugin that relays, or a switch can",
-            )
-    return ()
-
-
-def _equal_ports(cables: Sequence[_Cable]) -> tuple[str, ...]:
-    """Warn of cables between ports of one number: NCCL pairs the NICs of two servers by their numbers."""
-    wrong = [
-        str(one) for one in cables if one.start.fact("functions") and _number(one.start) == _number(one.end)
-    ]
-    if not wrong:
-        return ()
-    return (
-        f"cables must join port 0 to port 1, got {', '.join(wrong)}: NCCL pairs NICs by number, and ibv_modify_qp ends "
-        "with error 110; change one end",
+    seen: set[frozenset[str]] = set()
+    for what, i, j in needed:
+        pair = frozenset((servers[i], servers[j]))
+        if pair not in joined | seen:
+            seen.add(pair)
+            edges.setdefault(what, []).append(f"{servers[min(i, j)]} and {servers[max(i, j)]}")
+    if not edges:
+        return
+    degree = {server: sum(server in pair for pair in joined) for server in servers}
+    ring = all(number == 2 for number in degree.values()) and len(joined) == count
+    shape = f"this ring of {count}" if ring else f"these {count} cabled servers"
+    joins = " and ".join(f"{what} joins {listed(pairs, noun='pairs')}" for what, pairs in edges.items())
+    yield warning(
+        f"stock NCCL cannot start on {shape}, because {joins}, which no cable joins; NCCL_ALGO=Ring does not help, "
+        "since NCCL connects its trees all the same (NVIDIA/nccl issue 1034; one report says that a ring of 4 starts)"
+    )
+    yield (
+        "what can start: an NCCL patched to connect rings alone (NCCL_SWITCHLESS_RING_ONLY, NCCL_SKIP_TREE_CONNECT "
+        "exist only there), a net plug-in that relays, a switch, or topoplan's own plan, whose edges are cables"
     )
 
 
-def _number(nic: Device) -> str:
-    found = re.search(r"\d+$", nic.name)
-    return found[0] if found else ""
+def _crossed_ports(
+    nics: Mapping[str, Sequence[_Nic]], cables: Iterable[tuple[tuple[str, str], tuple[str, str]]]
+) -> Iterator[str]:
+    """Yield a warning for each cable between ports of one number, of servers with cables to several others."""
+    hubs = {server for server, found in nics.items() if len(set().union(*(nic.peers for nic in found))) > 1}
+    for one, other in cables:
+        numbers = [re.search(r"(\d+)$", port) for _, port in (one, other)]
+        if {one[0], other[0]} & hubs and all(numbers) and len({int(n[1]) for n in numbers if n}) == 1:
+            yield warning(
+                f"cable {':'.join(one)}-{':'.join(other)} should join port 0 and port 1, since an NCCL without "
+                "subnet-aware routing joins ports of different cables by their index (ibv_modify_qp fails with 110); "
+                "plug one end into the other port"
+            )
 
 
-def _subnets(cables: Sequence[_Cable]) -> list[str]:
-    """Return comments that pair the functions at both ends of every cable, each pair a subnet of its own."""
-    lines = []
-    for cable in cables:
-        both = zip(_functions(cable.start), _functions(cable.end), strict=False)
-        pairs = ", ".join(f"{one} with {other}" for one, other in both)
-        if pairs:
-            lines.append(f"# cable {cable}: a subnet each for {pairs}")
-    return lines
+def _lines(topology: Topology, server: str, nics: Sequence[_Nic]) -> Iterator[_Line]:
+    """Yield the variables of a server."""
+    peers = sorted(set().union(*(nic.peers for nic in nics)))
+    switches = sorted({name for nic in nics for far, name in nic.ends if not far})
+    names = [nic.name for nic in nics]
+    unnamed = [nic.name for nic in nics if not nic.functions]
+    if unnamed:
+        hint = "give nvidia-smi topo -m with its NIC Legend"
+        yield _Line(
+            "NCCL_IB_HCA",
+            None,
+            f"it takes {listed(names)}, and the description has no adapter name of {listed(unnamed)}; {hint}",
+        )
+    else:
+        devices = [function for nic in nics for function in nic.functions]
+        taken = f"the NICs with a link out of the server: {listed(names)}"
+        yield _Line("NCCL_IB_HCA", f"={','.join(devices)}", f"{taken}; = takes these names exactly")
+    several = any(len(nic.functions) > 1 for nic in nics)
+    if len(peers) > 1:
+        why = f"cables lead to {listed(peers)}, and a merged NIC would send to one of them over both ports"
+        yield _Line("NCCL_IB_MERGE_NICS", "0", why)
+        why = "each port reaches one server: NCCL takes the device on the peer's subnet (NCCL 2.30)"
+        yield _Line("NCCL_IB_SUBNET_AWARE_ROUTING", "1", why)
+        why = "a ring comes in over one port and leaves over another"
+        yield _Line("NCCL_CROSS_NIC", "1", why)
+        why = "subnet-aware routing belongs to NCCL's own IB transport, which a net plug-in would replace"
+        yield _Line("NCCL_NET_PLUGIN", "none", why)
+    elif peers:
+        why = f"all ports lead to {peers[0]}: NCCL merges them into one NIC of their rates together"
+        yield _Line("NCCL_IB_MERGE_NICS", "1", why)
+        if len(nics) > 1:
+            why = "several cables to one server: NCCL takes the device at the other end of the same cable"
+            yield _Line("NCCL_IB_SUBNET_AWARE_ROUTING", "1", why)
+    elif len(switches) > 1:
+        why = f"NICs of one number share a switch ({listed(switches)}): crossing would leave the rail"
+        yield _Line("NCCL_CROSS_NIC", "0", why)
+        why = "NICs merged into one would be on several rails"
+        yield _Line("NCCL_IB_MERGE_NICS", "0", why)
+    else:
+        why = "one switch of the network has all NICs: NCCL keeps a ring on one NIC if that is not slower"
+        yield _Line("NCCL_CROSS_NIC", "2", why)
+        why = "the functions of a NIC lead to the same switch, and NCCL merges them" if several else ""
+        if why:
+            yield _Line("NCCL_IB_MERGE_NICS", "1", why)
+    if switches and not peers:
+        why = "a switch joins the NICs, so no port needs its peer's subnet"
+        yield _Line("NCCL_IB_SUBNET_AWARE_ROUTING", "0", why)
+    yield from _addresses(topology, server, nics, peers)
 
 
-def _has_rails(topology: Topology) -> bool:
-    """Return whether the network has parts between which no switch leads, each with NICs of several servers."""
-    import networkx as nx
-
-    outside = {device.name for device in topology.devices if not device.server}
-    wires = [(link.src, link.dst) for link in topology.links if link.channel == "network"]
-    graph = nx.Graph(wire for wire in wires if outside.issuperset(wire))
-    graph.add_nodes_from(outside)
-    parts = enumerate(nx.connected_components(graph))
-    part = {name: number for number, names in parts for name in names}
-    reached: dict[int, set[str]] = {}
-    for src, dst in wires:
-        if dst in part and topology.device(src).server:
-            reached.setdefault(part[dst], set()).add(topology.device(src).server)
-    return len(reached) > 1 and all(len(servers) > 1 for servers in reached.values())
-
-
-def _unnamed(topology: Topology, server: str) -> list[str]:
-    """Return the NICs of a server whose names in the operating system are not known."""
-    names = (_side_removed(nic.name) for nic in _nics(topology, server) if not _functions(nic))
-    return list(dict.fromkeys(name.removeprefix(f"{server}.") for name in names))
+def _addresses(
+    topology: Topology, server: str, nics: Sequence[_Nic], peers: Sequence[str]
+) -> Iterator[_Line]:
+    """Yield what the topology knows of interfaces and addresses."""
+    why = "the topology has no addresses; NCCL selects the RoCE v2 address itself (its default, -1)"
+    yield _Line("NCCL_IB_GID_INDEX", None, why)
+    management = next(
+        (
+            one.fact("management")
+            for one in topology.devices
+            if one.server == server and one.fact("management")
+        ),
+        "",
+    )
+    if management and _SHELL_NAME.fullmatch(management):
+        why = "ranks meet over the management port, which reaches all servers"
+        yield _Line("NCCL_SOCKET_IFNAME", f"={management}", why)
+    else:
+        why = "the topology names no Ethernet interface" + (
+            "; set one that reaches all servers, which a cable does not" if len(peers) else ""
+        )
+        yield _Line("NCCL_SOCKET_IFNAME", None, why)
+    if peers:
+        functions = max(len(nic.functions) for nic in nics)
+        each = f", {functions} for each cable, one a function" if functions > 1 else ""
+        yield _Line(
+            "NCCL_IB_SUBNET_PREFIX_LEN",
+            None,
+            f"its default is 24: give each cable a subnet of its own, such as a /24{each}",
+        )
