@@ -19,6 +19,7 @@ from collectives.tables.transfer_table import TransferTable
 if TYPE_CHECKING:
     from collectives.sparse.codec import WireFormat
     from collectives.sparse.selection.mstopk import mstopk
+    from collectives.tables.rank_part import RankPart, rank_part
     from collectives.training.exchange_settings import Shrink, TopK
     from collectives.training.gradient_filters import Cast, Quantize, Threshold
     from collectives.training.gradient_synchronizer import GradientSynchronizer
@@ -38,12 +39,14 @@ _HOME = {
     "LocalSGD": "collectives.training.modes",
     "LowRank": "collectives.training.low_rank",
     "Quantize": "collectives.training.gradient_filters",
+    "RankPart": "collectives.tables.rank_part",
     "SSP": "collectives.training.modes",
     "Shrink": "collectives.training.exchange_settings",
     "Threshold": "collectives.training.gradient_filters",
     "TopK": "collectives.training.exchange_settings",
     "WireFormat": "collectives.sparse.codec",
     "mstopk": "collectives.sparse.selection.mstopk",
+    "rank_part": "collectives.tables.rank_part",
     "report": "collectives.training.report",
 }
 
@@ -63,6 +66,7 @@ __all__ = [
     "LowRank",
     "PreparedCall",
     "Quantize",
+    "RankPart",
     "Shrink",
     "Threshold",
     "TopK",
@@ -71,6 +75,7 @@ __all__ = [
     "check_table",
     "lower",
     "mstopk",
+    "rank_part",
     "report",
     "topk",
     "warm_up_density",

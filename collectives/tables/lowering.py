@@ -236,22 +236,26 @@ def lower(plan: Plan, count: int, *, chunk_elements: int, digest: str | None = N
     >>> list(zip(table.start.tolist(), table.stop.tolist())), len(set(table.queue.tolist()))
     ([(0, 48), (48, 96), (96, 100)], 1)
     """
-    if count < 0:
-        raise UsageError(f"count must be 0 or more elements, got {count}")
-    if chunk_elements < 1:
-        raise UsageError(f"chunk_elements must be 1 or more, got {chunk_elements}")
-    ranks = len(plan.ranks)
     if isinstance(plan.certificate, Demand):
         raise UsageError(
             "the plan is for a demand, and arrays are exchanged in equal blocks; plan without demand"
         )
-    if count % plan.blocks:
-        raise UsageError(
-            f"{count} elements cannot be divided among {ranks} ranks; "
-            f"pad the buffer to {count + -count % plan.blocks} elements"
-        )
+    check_lengths(count, chunk_elements, ranks=len(plan.ranks), blocks=plan.blocks)
     key = PlanKey(plan.digest if digest is None else digest, plan)
     return _lowered(key, count, chunk_elements)
+
+
+def check_lengths(count: int, chunk_elements: int, *, ranks: int, blocks: int) -> None:
+    """Raise UsageError if a buffer of ``count`` elements cannot be divided into blocks and chunks."""
+    if count < 0:
+        raise UsageError(f"count must be 0 or more elements, got {count}")
+    if chunk_elements < 1:
+        raise UsageError(f"chunk_elements must be 1 or more, got {chunk_elements}")
+    if count % blocks:
+        raise UsageError(
+            f"{count} elements cannot be divided among {ranks} ranks; "
+            f"pad the buffer to {count + -count % blocks} elements"
+        )
 
 
 @lru_cache(maxsize=64)
@@ -274,20 +278,10 @@ def _lowered(key: PlanKey, count: int, chunk_elements: int) -> TransferTable:
 
 def _table(key: PlanKey, bounds: NDArray[np.int64], longest: int) -> TransferTable:
     pattern = pattern_of(key)
-    # rounded up, so that a buffer that fits into one chunk does not become two
-    chunk_elements = -(-longest // ALIGNMENT) * ALIGNMENT
-    chunks_of_shard = -(-np.diff(bounds) // chunk_elements)
-    repeats = chunks_of_shard[pattern.shard]
-    first = cumulative(repeats)
-    edge = np.repeat(np.arange(len(repeats)), repeats)
-    chunk = np.arange(first[-1]) - first[edge]
-    order = np.argsort(chunk, kind="stable")
-    row_of = np.empty(len(order), dtype=np.int64)
-    row_of[order] = np.arange(len(order))
-    edge, chunk = edge[order], chunk[order]
-
-    shard = pattern.shard[edge]
-    start = bounds[shard] + chunk * chunk_elements
+    edge, chunk, start, stop = chunk_rows(pattern.shard, bounds, longest)
+    first = cumulative(np.bincount(edge, minlength=len(pattern.shard)))
+    row_of = np.empty(len(edge), dtype=np.int64)
+    row_of[first[edge] + chunk] = np.arange(len(edge))
     needed = np.diff(pattern.offsets)[edge]
     offsets = cumulative(needed)
     within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], needed)
@@ -295,21 +289,41 @@ def _table(key: PlanKey, bounds: NDArray[np.int64], longest: int) -> TransferTab
     return TransferTable(
         ranks=len(key.plan.ranks),
         count=int(bounds[-1]),
-        chunk_elements=chunk_elements,
+        chunk_elements=_aligned(longest),
         bounds=bounds,
         queues=pattern.queues,
         source=pattern.source[edge],
         destination=pattern.destination[edge],
         queue=pattern.queue[edge],
         start=start,
-        stop=np.minimum(start + chunk_elements, bounds[shard + 1]),
+        stop=stop,
         add=pattern.add[edge],
         source_fresh=pattern.source_fresh[edge],
         destination_fresh=pattern.destination_fresh[edge],
-        shard=shard,
+        shard=pattern.shard[edge],
         stage=pattern.stage[edge],
         chunk=chunk.astype(np.int32),
         offsets=offsets,
         prerequisites=row_of[first[earlier_edge] + np.repeat(chunk, needed)],
         helpers=len(key.plan.vertices) - len(key.plan.ranks) if key.plan.helpers else 0,
     )
+
+
+def chunk_rows(
+    shard: NDArray[np.int32], bounds: NDArray[np.int64], longest: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows of transfers of some shards, chunk by chunk: transfer, chunk, first element and end of each."""
+    chunk_elements = _aligned(longest)
+    repeats = (-(-np.diff(bounds) // chunk_elements))[shard]
+    first = cumulative(repeats)
+    edge = np.repeat(np.arange(len(repeats)), repeats)
+    chunk = np.arange(first[-1]) - first[edge]
+    order = np.argsort(chunk, kind="stable")
+    edge, chunk = edge[order], chunk[order]
+    start = bounds[shard[edge]] + chunk * chunk_elements
+    return edge, chunk, start, np.minimum(start + chunk_elements, bounds[shard[edge] + 1])
+
+
+def _aligned(longest: int) -> int:
+    """Return the length of a chunk, rounded up, so that a buffer that fits into one chunk does not become two."""
+    return -(-longest // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,413 @@
+"""Lower one rank's part of a plan by kind: the rows of the transfer table that the rank sends or receives.
+
+The plan is not listed. For every template, the role of the rank's server is computed for all images at once, as arrays,
+and so are the other ends of its edges. `collectives.tables.lowering.lower` gives the listed plan the same rows, in the
+same order, bit for bit. Prerequisites are left out: most of them are rows of other ranks.
+
+Time and memory grow with the rows of the rank, which has one or more in every tree, not with the edges of the trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from math import lcm
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.tables.lowering import check_lengths, chunk_rows
+from topoplan.errors import PlanError, UsageError
+from topoplan.machine.cluster_by_kind import ClusterByKind
+from topoplan.plans.kind_templates import (
+    KindTemplate,
+    beside_root,
+    centre_of,
+    image_count,
+    local_numbers,
+    represented,
+)
+from topoplan.plans.plan_by_kind import PlanByKind
+from topoplan.plans.shards import ALIGNMENT, Edge, Stage
+
+Numbers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+MOST_TREES = 8_000_000
+"""Trees up to which a rank's part is lowered: a gigabyte, of one row or more for each tree."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankPart:
+    """Transfers of one chunk of every shard that one rank sends or receives, in the order of the whole table.
+
+    - ``source``, ``destination``, ``shard``, ``stage``: (R,) int32; ``channel``: (R,) int8, index into ``channels``
+    - ``add``, ``source_fresh``, ``destination_fresh``: (R,) bool, as in `TransferTable`
+    - ``steps``: (S,), where shard s ends, and ``unit``: the same for the whole buffer; int64, or Python integers
+    """
+
+    rank: int
+    ranks: int
+    blocks: int
+    channels: tuple[str, ...]
+    source: NDArray[np.int32]
+    destination: NDArray[np.int32]
+    channel: NDArray[np.int8]
+    add: Flags
+    source_fresh: Flags
+    destination_fresh: Flags
+    shard: NDArray[np.int32]
+    stage: NDArray[np.int32]
+    steps: Numbers
+    unit: int
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def bounds(self, count: int) -> Numbers:
+        """Return the bounds of all shards in a buffer of ``count`` elements: (S + 1,) int64, as `shard_bounds`."""
+        check_lengths(count, 1, ranks=self.ranks, blocks=self.blocks)
+        fits = self.unit * max(count, self.blocks, 1) < 1 << 62
+        steps = self.steps if fits else self.steps.astype(object)
+        start = steps * self.blocks // self.unit * (count // self.blocks)
+        inside = steps * count // self.unit - start
+        ends = (start + inside // ALIGNMENT * ALIGNMENT).astype(np.int64)
+        return np.concatenate((np.zeros(1, dtype=np.int64), ends))
+
+    def rows(self, count: int, *, chunk_elements: int) -> dict[str, NDArray[np.generic]]:
+        """Return the rank's rows of the transfer table of a buffer of ``count`` elements, column by column.
+
+        Columns are those of `TransferTable`, with ``channel`` in place of ``queue``. UsageError as `lower`.
+        """
+        check_lengths(count, chunk_elements, ranks=self.ranks, blocks=self.blocks)
+        edge, chunk, start, stop = chunk_rows(self.shard, self.bounds(count), chunk_elements)
+        names = (
+            "source",
+            "destination",
+            "channel",
+            "add",
+            "source_fresh",
+            "destination_fresh",
+            "shard",
+            "stage",
+        )
+        found: dict[str, NDArray[np.generic]] = {name: getattr(self, name)[edge] for name in names}
+        return found | {"chunk": chunk.astype(np.int32), "start": start, "stop": stop}
+
+
+def rank_part(plan: PlanByKind, rank: int) -> RankPart:
+    """Return one rank's transfers of a valid plan by kind (see `topoplan.verify`).
+
+    UsageError for a rank that the plan does not have, or paths of an all-to-all; PlanError if a server without a role
+    of its own sends to another one.
+
+    >>> import topoplan
+    >>> from collectives import rank_part
+    >>> many = topoplan.cluster_by_kind([topoplan.Server("dgx-h100", count=50)], nic_gbps=400)
+    >>> part = rank_part(topoplan.plan_by_kind(many, "all_gather"), 17)
+    >>> len(part), part.bounds(400)[-1].item()
+    (798, 400)
+    """
+    if not 0 <= rank < plan.size:
+        raise UsageError(f"rank must be from 0 to {plan.size - 1}, got {rank}")
+    if plan.num_trees > MOST_TREES:
+        raise UsageError(
+            f"a rank of {plan.num_trees:,} trees has as many rows or more; at most {MOST_TREES:,} trees fit; choose "
+            "fewer servers or larger leaves"
+        )
+    templates = [one for one in plan.templates if isinstance(one, KindTemplate)]
+    if len(templates) < len(plan.templates):
+        raise UsageError("a rank's part of an all_to_all by kind cannot be lowered; list the plan")
+    places = _first_ranks(plan.cluster)
+    finders = [_TemplatePart(plan, template, places, rank) for template in templates]
+    position, steps, unit = _shard_order(plan, finders)
+    columns = [
+        np.concatenate(parts)
+        for parts in zip(
+            *(finder.rows(order) for finder, order in zip(finders, position, strict=True)), strict=True
+        )
+    ]
+    shard, stage, parent, child, channel, reduce, parent_fresh, child_fresh = columns
+    # At a rank, its parent's edge stands first in a broadcast, and last in a reduce.
+    last = (child == rank) == reduce
+    stages = int(stage.max(initial=0)) + 1
+    key = ((shard * np.int64(stages) + stage) * 2 + last) * plan.size + child
+    order = np.argsort(key)
+    del key, last
+    shard, stage, parent, child, channel, reduce, parent_fresh, child_fresh = (
+        column[order] for column in (shard, stage, parent, child, channel, reduce, parent_fresh, child_fresh)
+    )
+    add = reduce
+    # Children that add at the rank itself: only the lowest finds the rank's own data.
+    repeated = np.zeros(len(order), dtype=np.bool_)
+    repeated[1:] = (shard[1:] == shard[:-1]) & (stage[1:] == stage[:-1])
+    parent_fresh &= ~(add & (parent == rank) & repeated)
+    return RankPart(
+        rank=rank,
+        ranks=plan.size,
+        blocks=plan.size if plan.collective in ("allgather", "reduce_scatter") else 1,
+        channels=plan.channels,
+        source=np.where(add, child, parent),
+        destination=np.where(add, parent, child),
+        channel=channel,
+        add=add,
+        source_fresh=np.where(add, child_fresh, parent_fresh),
+        destination_fresh=add & parent_fresh,
+        shard=shard,
+        stage=stage.astype(np.int32),
+        steps=steps,
+        unit=unit,
+    )
+
+
+def _first_ranks(cluster: ClusterByKind) -> list[Numbers]:
+    """Return the first rank of every server of each cell: leaf by position."""
+    gpus = np.repeat(
+        np.array([cluster.gpus_of_kind[kind] for kind, _ in cluster.runs]),
+        np.array([count for _, count in cluster.runs]),
+    )
+    first = np.cumsum(gpus) - gpus
+    found = []
+    for cell in cluster.cells:
+        leaves = []
+        for leaf in range(cell.leaves):
+            runs = cluster.leaf_runs(cluster.leaf_number(cell.leaf_class, leaf))
+            leaves.append(
+                np.concatenate([first[run.start : run.stop] for kind, run in runs if kind == cell.kind])
+            )
+        found.append(np.array(leaves, dtype=np.int64))
+    return found
+
+
+def _shard_order(plan: PlanByKind, finders: Sequence[_TemplatePart]) -> tuple[list[Numbers], Numbers, int]:
+    """Return the shards of the images of each template, where each shard ends, and the end of the last one.
+
+    The order is that of `PlanByKind.listed`.
+    """
+    shares = [finder.template.share / finder.count for finder in finders]
+    unit = lcm(*(share.denominator for share in shares))
+    by_rotation = all(finder.template.shifts == 1 for finder in finders) and bool(
+        plan.cluster.rotations() is not None
+    )
+    classes = {share: number for number, share in enumerate(sorted(set(shares), reverse=True))}
+    counts = [finder.count for finder in finders]
+    roots = np.concatenate([finder.owners(plan.collective) for finder in finders])
+    number = np.arange(len(finders)) if by_rotation else np.array([classes[share] for share in shares])
+    order = np.lexsort((np.repeat(number, counts), roots))
+    position = np.empty(len(order), dtype=np.int64)
+    position[order] = np.arange(len(order))
+    total = sum((share * count for share, count in zip(shares, counts, strict=True)), Fraction(0))
+    kind = np.int64 if unit * total < 1 << 62 else np.object_
+    each = np.array([int(share * unit) for share in shares], dtype=kind)
+    steps = np.cumsum(np.repeat(each, counts)[order])
+    return np.split(position, np.cumsum(counts)[:-1]), steps, unit
+
+
+class _TemplatePart:
+    """Rows of one rank in the images of one template."""
+
+    def __init__(self, plan: PlanByKind, template: KindTemplate, first: list[Numbers], rank: int) -> None:
+        self.template, self.sample, self.channels = template, plan.sample, plan.channels
+        self.first, self.rank = first, rank
+        self.count = image_count(plan.sample, template)
+        self.stands = represented(plan.sample, template)
+        cluster = plan.cluster
+        self.cells, self.places = cluster.cells, plan.sample.places
+        self.home = plan.sample.servers_of(plan.fabric.ranks)
+        self.local = local_numbers(self.home)
+        server, self.gpu = cluster.server_of(rank)
+        self.place = cluster.place(server)
+        # Leaf, position and turn of the root, and the centre, of every image.
+        number = np.arange(self.count, dtype=np.int64)
+        cell = self.cells[self.places[template.root].cell]
+        self.leaf, self.position = np.divmod(number // template.shifts, cell.count)
+        self.turn = number % (cell.count * template.shifts)
+        self.centre_leaf, self.centre_position = centre_of(
+            plan.sample, template, self.leaf, self.position, number
+        )
+
+    def owners(self, collective: str) -> Numbers:
+        """Return the rank by which the images are ordered."""
+        stage = self.template.stages[-1 if collective == "reduce_scatter" else 0]
+        every = np.arange(self.count)
+        leaf, position = self.lowest(self.home[stage.root], every, None)
+        return self.first[self.places[self.home[stage.root]].cell][leaf, position] + self.local[stage.root]
+
+    def rows(self, shard: Numbers) -> tuple[NDArray[Any], ...]:
+        """Return shard, stage, parent, child, channel, whether data runs up, and whether each end has its own data."""
+        parts: list[tuple[NDArray[Any], ...]] = []
+        written: set[int] = set()
+        images = self.images_of_roles
+        for number, stage in enumerate(self.template.stages):
+            parents = {edge.parent for edge in stage.edges}
+            for edge in stage.edges:
+                up = stage.op == "reduce"
+                parent_fresh = edge.parent not in written and (up or edge.parent == stage.root)
+                child_fresh = edge.child not in written and edge.child not in parents
+                for image, parent, child, lowest in self.ends(stage, edge, images, up and parent_fresh):
+                    flag = np.ones(len(image), dtype=np.bool_)
+                    parts.append(
+                        (
+                            shard[image].astype(np.int32),
+                            np.full(len(image), number, dtype=np.int8),
+                            parent.astype(np.int32),
+                            child.astype(np.int32),
+                            np.full(len(image), self.channels.index(edge.channel), dtype=np.int8),
+                            flag & up,
+                            lowest & parent_fresh,
+                            flag & child_fresh,
+                        )
+                    )
+            written |= parents if stage.op == "reduce" else {edge.child for edge in stage.edges}
+        kinds = (np.int32, np.int8, np.int32, np.int32, np.int8, np.bool_, np.bool_, np.bool_)
+        empty = tuple(np.zeros(0, dtype=kind) for kind in kinds)
+        return tuple(np.concatenate(column) for column in zip(empty, *parts, strict=True))
+
+    @cached_property
+    def images_of_roles(self) -> dict[int, Numbers]:
+        """The images in which the rank's server is one of those for which each server of the sample stands."""
+        every = np.arange(self.count)
+        leaf, position = (np.full(self.count, value) for value in (self.place.leaf, self.place.position))
+        return {
+            server: np.flatnonzero(self.belongs(server, every, leaf, position))
+            for server in self.stands
+            if self.places[server].cell == self.place.cell
+        }
+
+    def ends(
+        self, stage: Stage, edge: Edge, images: dict[int, Numbers], ordered: bool
+    ) -> list[tuple[Numbers, Numbers, Numbers, Flags]]:
+        """Return image, parent and child of the edges that stand for one, at the rank, and whether it is the lowest
+        child of its parent, looked up only if ``ordered`` and only for the rank's own parent."""
+        above, below = self.home[edge.parent], self.home[edge.child]
+        if above != below and self.stands[above] > 1 and above not in self.template.marked:
+            raise PlanError("a server without a role of its own sends to another server")
+        found = []
+        if self.local[edge.child] == self.gpu and len(image := images.get(below, ())):
+            image = np.asarray(image)
+            leaf, position = self.one_above(above, below, image)
+            parent = self.first[self.places[above].cell][leaf, position] + self.local[edge.parent]
+            lowest = np.ones(len(image), dtype=np.bool_)
+            if ordered:
+                for other in stage.edges:
+                    if other.parent == edge.parent:
+                        lowest &= self.lowest_child(other, above, below, image) >= self.rank
+            found.append((image, parent, np.full(len(image), self.rank), lowest))
+        if self.local[edge.parent] == self.gpu and len(image := images.get(above, ())):
+            image = np.asarray(image)
+            if above == below:
+                child = np.full(len(image), self.rank - self.gpu + self.local[edge.child])
+            else:
+                only = None if self.stands[above] == 1 else self.place.leaf
+                which, leaf, position = self.members(below, image, only)
+                child = self.first[self.places[below].cell][leaf, position] + self.local[edge.child]
+                image = image[which]
+            found.append((image, np.full(len(image), self.rank), child, np.ones(len(image), np.bool_)))
+        return found
+
+    def one_above(self, above: int, below: int, image: Numbers) -> tuple[Numbers, Numbers]:
+        """Return leaf and position of the server above the rank's."""
+        if above == below:
+            return np.full(len(image), self.place.leaf), np.full(len(image), self.place.position)
+        return self.lowest(above, image, None if self.stands[above] == 1 else self.place.leaf)
+
+    def lowest_child(self, edge: Edge, above: int, below: int, image: Numbers) -> Numbers:
+        """Return the lowest child that an edge from the parent of the rank stands for."""
+        server = self.home[edge.child]
+        if server == above:
+            leaf, position = self.one_above(above, below, image)
+        else:
+            leaf, position = self.lowest(server, image, None if self.stands[above] == 1 else self.place.leaf)
+        return self.first[self.places[server].cell][leaf, position] + self.local[edge.child]
+
+    def held(self, cell: int, image: Numbers, leaf: Numbers) -> Flags:
+        """Return whether leaves of a cell's class hold root or centre."""
+        leaf_class, template = self.cells[cell].leaf_class, self.template
+        found: Flags = np.zeros(np.broadcast(image, leaf).shape, dtype=np.bool_)
+        for server, at in ((template.root, self.leaf), (template.centre, self.centre_leaf)):
+            if self.cells[self.places[server].cell].leaf_class == leaf_class:
+                found |= at[image] == leaf
+        return found
+
+    def marked_at(self, server: int, image: Numbers, leaf: Numbers) -> tuple[Numbers, Flags]:
+        """Return the position of a marked server in leaves of its class, and whether it has one there."""
+        cell, template = self.places[server].cell, self.template
+        count = self.cells[cell].count
+        if server == template.root:
+            return self.position[image], self.leaf[image] == leaf
+        if server == template.centre:
+            return self.centre_position[image], self.centre_leaf[image] == leaf
+        if not beside_root(self.sample, template, server):
+            return self.turn[image] % count, ~self.held(cell, image, leaf)
+        same = cell == self.places[template.root].cell
+        at = self.position[image] + 1 if same else self.turn[image]
+        return at % count, self.leaf[image] == leaf
+
+    def belongs(self, server: int, image: Numbers, leaf: Numbers, position: Numbers) -> Flags:
+        """Return whether a server of the sample stands for places of its cell."""
+        if server in self.template.marked:
+            at, there = self.marked_at(server, image, leaf)
+            here: Flags = there & (at == position)
+            return here
+        cell = self.places[server].cell
+        slot = self.slot(server)
+        found: Flags = ~self.held(cell, image, leaf) if slot is None else slot[image] == leaf
+        for marked in self.template.marked:
+            if self.places[marked].cell == cell:
+                at, there = self.marked_at(marked, image, leaf)
+                found = found & ~(there & (at == position))
+        return found
+
+    def slot(self, server: int) -> Numbers | None:
+        """Return the leaf of a server of the sample, which root or centre has in every image, or None."""
+        at, template = self.sample.leaf_of(server), self.template
+        if at == self.sample.leaf_of(template.centre):
+            return self.centre_leaf
+        return self.leaf if at == self.sample.leaf_of(template.root) else None
+
+    def alone(self, server: int) -> Numbers | None:
+        """Return the only leaf with servers for which one of the sample stands, by image, or None for several."""
+        if server == self.template.root:
+            return self.leaf
+        return self.slot(server)
+
+    def members(
+        self, server: int, image: Numbers, only: int | None
+    ) -> tuple[NDArray[np.intp], Numbers, Numbers]:
+        """Return the places for which a server of the sample stands: index into ``image``, leaf, position."""
+        cell = self.cells[self.places[server].cell]
+        alone = self.alone(server)
+        width = 1 if only is not None or alone is not None else cell.leaves
+        leaf = np.full((len(image), width), 0 if only is None else only)
+        if only is None:
+            leaf[:] = np.arange(cell.leaves) if alone is None else alone[image][:, None]
+        if server in self.template.marked:
+            position, there = self.marked_at(server, image[:, None], leaf)
+            which, column = np.nonzero(there)
+            return which, leaf[which, column], np.broadcast_to(position, leaf.shape)[which, column]
+        positions = np.arange(cell.count)
+        there = self.belongs(server, image[:, None, None], leaf[:, :, None], positions)
+        which, column, position = np.nonzero(np.broadcast_to(there, (*leaf.shape, cell.count)))
+        return which, leaf[which, column], position
+
+    def lowest(self, server: int, image: Numbers, only: int | None) -> tuple[Numbers, Numbers]:
+        """Return leaf and position of the lowest server for which one of the sample stands in each image."""
+        cell = self.places[server].cell
+        alone = self.alone(server)
+        if only is not None:
+            leaf = np.full(len(image), only)
+        elif alone is not None:
+            leaf = alone[image]
+        else:
+            leaf = np.zeros(len(image), dtype=np.int64)
+            for _ in range(2):
+                leaf = leaf + self.held(cell, image, leaf)
+        if server in self.template.marked:
+            return leaf, self.marked_at(server, image, leaf)[0]
+        position = np.zeros(len(image), dtype=np.int64)
+        for _ in self.template.marked:
+            position = position + ~self.belongs(server, image, leaf, position)
+        return leaf, position

@@ -1,0 +1,104 @@
+"""A rank's part of a plan by kind: the rows that the lowering of the listed plan gives that rank, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import topoplan
+from collectives.tables.lowering import lower
+from collectives.tables.rank_part import rank_part
+from tests.support.kind_clusters import random_plan
+from topoplan import PlanByKind, Server, UsageError, cluster_by_kind, plan_by_kind
+
+
+def same_rows(plan: PlanByKind, ranks: range | list[int], count: int, chunk_elements: int) -> int:
+    """Compare parts with the listed form; returns the number of compared rows."""
+    table = lower(plan.listed(), count, chunk_elements=chunk_elements)
+    channel_of = np.array([plan.channels.index(channel) for *_, channel in table.queues])
+    rows = 0
+    for rank in ranks:
+        part = rank_part(plan, rank)
+        np.testing.assert_array_equal(part.bounds(count), table.bounds)
+        mine = (table.source == rank) | (table.destination == rank)
+        for name, column in part.rows(count, chunk_elements=chunk_elements).items():
+            listed = channel_of[table.queue] if name == "channel" else getattr(table, name)
+            np.testing.assert_array_equal(column, listed[mine], err_msg=f"rank {rank}: {name}")
+            assert name == "channel" or column.dtype == listed.dtype
+        rows += int(mine.sum())
+    return rows
+
+
+def agree(seed: int, *, most: int) -> None:
+    plan = random_plan(seed, most=most)
+    if plan is not None:
+        assert same_rows(plan, range(plan.size), 80 * plan.size**2, 48 * plan.size)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_parts_of_random_clusters_are_rows_of_the_listed_form(seed: int) -> None:
+    agree(seed, most=30)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(40, 300))
+def test_parts_of_larger_random_clusters_are_rows_of_the_listed_form(seed: int) -> None:
+    agree(seed, most=60)
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter", "broadcast", "reduce"])
+@pytest.mark.parametrize(
+    "network",
+    [
+        {"network": "switch"},
+        {"network": "rail-optimised", "oversubscription": 2},
+        {"network": "fat-tree", "leaf_size": 2, "oversubscription": 3.5},
+    ],
+)
+def test_parts_after_faults_are_rows_of_the_listed_form(collective: str, network: dict[str, object]) -> None:
+    servers = [Server("v100x4", count=4), Server("pcie-x8", [0, 1], count=2)]
+    cluster = cluster_by_kind(servers, nic_gbps=100, **network)  # type: ignore[arg-type]
+    cluster = cluster.with_faults(without_gpus=[5])
+    root = 3 if collective in ("broadcast", "reduce") else None
+    plan = plan_by_kind(cluster, collective, root=root)
+    assert same_rows(plan, range(plan.size), plan.size * 1000, 700) > 0
+
+
+def test_parts_of_64_ranks_of_a_larger_cluster_are_rows_of_the_listed_form() -> None:
+    cluster = cluster_by_kind(
+        [Server("v100x4", count=48)], nic_gbps=100, network="fat-tree", leaf_size=8, oversubscription=2
+    )
+    plan = plan_by_kind(cluster, "allgather")
+    assert same_rows(plan, list(range(0, plan.size, 3)), plan.size * 64, 64) > 0
+
+
+def test_an_all_gather_moves_all_elements_to_each_rank_of_100_000() -> None:
+    cluster = cluster_by_kind([Server("dgx-h100", count=12_500)], nic_gbps=400)
+    part = rank_part(plan_by_kind(cluster, "allgather"), 54_321)
+    count = 100_000 * 64
+    rows = part.rows(count, chunk_elements=count)
+    arrived = (rows["stop"] - rows["start"])[rows["destination"] == 54_321]  # type: ignore[operator]
+    assert arrived.sum() == count - 64
+
+
+def test_a_rank_that_the_plan_does_not_have_is_refused() -> None:
+    plan = plan_by_kind(cluster_by_kind([Server("v100x4", count=3)], nic_gbps=100), "allgather")
+    for rank in (-1, 12):
+        with pytest.raises(UsageError, match=f"rank must be from 0 to 11, got {rank}"):
+            rank_part(plan, rank)
+    with pytest.raises(UsageError, match="cannot be divided among 12 ranks"):
+        rank_part(plan, 0).bounds(13)
+
+
+def test_paths_are_refused() -> None:
+    plan = topoplan.plan_by_kind(cluster_by_kind([Server("v100x4", count=3)], nic_gbps=100), "alltoall")
+    with pytest.raises(UsageError, match="all_to_all"):
+        rank_part(plan, 0)
+
+
+def test_more_trees_than_fit_are_refused() -> None:
+    cluster = cluster_by_kind(
+        [Server("dgx-h100", count=12_500)], nic_gbps=400, network="fat-tree", leaf_size=32, oversubscription=2
+    )
+    with pytest.raises(UsageError, match="at most 8,000,000 trees fit"):
+        rank_part(plan_by_kind(cluster, "broadcast"), 0)
