@@ -69,6 +69,7 @@ TAKERS: dict[str, Asked] = {
     "three_phase": one_server_has_no_phases,
     "without_devices": lambda machine: topoplan.without_devices(machine, ["cpu0"]),
     "without_gpus": lambda machine: topoplan.without_gpus(machine, [3]),
+    "with_relays": lambda machine: topoplan.with_relays(machine, [0]),
     "without_links": lambda machine: topoplan.without_links(machine, ["gpu0-gpu1"]),
 }
 

@@ -38,7 +38,13 @@ if TYPE_CHECKING:
     from topoplan.machine.cluster_by_kind import ClusterByKind
     from topoplan.machine.cluster_network import Server
     from topoplan.machine.topology import Device, Link, Topology
-    from topoplan.machine.variants import slow_links, without_devices, without_gpus, without_links
+    from topoplan.machine.variants import (
+        slow_links,
+        with_relays,
+        without_devices,
+        without_gpus,
+        without_links,
+    )
     from topoplan.model.asynchronous_training import neighbour_probabilities
     from topoplan.model.schedule_selection import plan_by_size
     from topoplan.plans.mesh_plans import MeshPlans, load_mesh
@@ -135,6 +141,7 @@ _HOME = {
     "without_devices": "topoplan.machine.variants",
     "without_gpus": "topoplan.machine.variants",
     "without_links": "topoplan.machine.variants",
+    "with_relays": "topoplan.machine.variants",
 }
 
 _RENAMED = {
@@ -210,6 +217,7 @@ __all__ = [
     "three_phase",
     "verify",
     "verify_survival",
+    "with_relays",
     "without_devices",
     "without_gpus",
     "without_links",

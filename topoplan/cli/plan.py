@@ -38,6 +38,7 @@ from topoplan.errors import UsageError, kind_of
 from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
 from topoplan.machine.fabric import ALL, Fabric, channel_words
 from topoplan.machine.topology import Topology
+from topoplan.machine.variants import with_relays
 from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.file_values import finite
@@ -78,6 +79,7 @@ MODES = {
 NOT_GIVEN = {
     **dict.fromkeys(("root", "order", "height", "epsilon", "threshold", "time_limit", "tolerance", "size")),
     **dict.fromkeys(("demand", "output", "plot", "sizes", "mesh", "survive", "density", "schedule_file")),
+    "relays": None,
     **dict.fromkeys(("explain", "csv", "bound_only"), False),
     **{"collective": "allreduce", "method": "exact", "schedule": TREES},
 }
@@ -87,8 +89,16 @@ OWNERS = {
     **dict.fromkeys(("epsilon", "threshold"), "--method mwu"),
     **dict.fromkeys(("order", "height", "time_limit", "tolerance"), "--method exact"),
     **{"engine": "--sizes", "engine_costs": "--engine windows", "axes": "--mesh", "entry_bits": "--density"},
+    "relays": "--gpus",
 }
 """Options that mean nothing without another one."""
+
+
+IDLE = "idle"
+
+
+def _relay_list(text: str) -> tuple[int, ...] | str:
+    return IDLE if text == IDLE else arguments.gpu_list(text)
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -109,6 +119,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.declare(
         rare,
         f"""
+        --relays LIST|idle      GPUs beside those of --gpus that add and send on, by number; idle: all others of their
+                                servers
         --schedule-file F.json  user-defined trees in place of packed ones, {{"trees": [[[0, 1], [1, 2]], {{"ring":
                                 [0, 1, 2]}}]}}; their fractions are chosen if the file leaves them out
         --method M              {", ".join(METHODS)} (default: exact)
@@ -130,6 +142,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         --entry-bits B          with --density, bits of an entry (index and value), where an element has 32 (default:
                                 64)
         """,
+        relays=_relay_list,
         method={"default": "exact"},
         height=int,
         epsilon=arguments.fraction,
@@ -286,28 +299,37 @@ def _plan(
 ) -> Plan:
     """Return the requested plan."""
     gpus = machine.allocation(options.gpus)
+    whole, root = machine.whole, options.root
+    if options.relays is not None:
+        assert gpus is not None, "relays are named beside --gpus"
+        if root is not None and root not in gpus:
+            raise UsageError(f"root {root} is none of the GPUs of --gpus; name one of them")
+        whole = with_relays(whole, gpus, None if options.relays == IDLE else options.relays)
+        # Only the ranks are GPUs of that machine, in their order.
+        root = None if root is None else gpus.index(root)
+        gpus = None
     if options.density is not None:
         from topoplan.schedules.sparse_plan import sparse_plan
 
         return sparse_plan(
-            machine.whole,
+            whole,
             density=options.density,
             gpus=gpus,
             channels=options.channels,
             entry_bits=64 if options.entry_bits is None else options.entry_bits,
         )
-    where = {"gpus": gpus, "root": options.root, "channels": options.channels}
+    where = {"gpus": gpus, "root": root, "channels": options.channels}
     if options.schedule_file is not None:
         trees = read_trees(options.schedule_file)
         from topoplan.schedules.user_trees import plan_from_trees
 
-        return plan_from_trees(machine.whole, options.collective, trees, **where)
+        return plan_from_trees(whole, options.collective, trees, **where)
     if options.schedule != TREES:
         from topoplan.schedules.registry import make_schedule
 
-        return make_schedule(options.schedule, machine.whole, options.collective, **where)
+        return make_schedule(options.schedule, whole, options.collective, **where)
     return make_plan(
-        machine.whole,
+        whole,
         options.collective,
         **where,
         method=options.method,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -118,6 +118,56 @@ def without_links(topology: TopologyLike, wires: Iterable[str]) -> Topology:
         topology,
         links=tuple(link for link in topology.links if (link.src, link.dst) not in out),
         notes=(*topology.notes, f"taken out: link {', '.join(named)}"),
+    )
+
+
+def with_relays(topology: TopologyLike, gpus: Sequence[int], relays: Sequence[int] | None = None) -> Topology:
+    """Return the machine of some GPUs, with other GPUs as helpers: no ranks, they add, store and send on.
+
+    Parameters
+    ----------
+    topology : Topology, or what `topoplan.load` takes
+    gpus : sequence of int
+        Numbers of the ranks' GPUs, in the order of the ranks.
+    relays : sequence of int, optional
+        Numbers of the relays; by default all other GPUs of the servers of ``gpus``.
+
+    Raises
+    ------
+    UsageError
+        A GPU does not exist, is named twice, or is both; or no GPU is left as a relay.
+
+    See Also
+    --------
+    topoplan.plan
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> for machine in (topoplan.load("dgx-1v").subset([0, 1, 4, 6]), with_relays("dgx-1v", [0, 1, 4, 6])):
+    ...     print(round(topoplan.plan(machine).rate, 3))
+    25.0
+    116.667
+    """
+    topology = as_topology(topology)
+    ranks = topology.select(gpus)
+    names = topology.gpus
+    if relays is None:
+        servers = {topology.device(names[gpu]).server for gpu in ranks}
+        idle = [gpu for gpu in topology.select(None) if gpu not in ranks]
+        relays = [gpu for gpu in idle if topology.device(names[gpu]).server in servers]
+        if not relays:
+            raise UsageError(f"{topology.name} has no idle GPU beside these {len(ranks)}; leave relays out")
+    both = [gpu for gpu in topology.select(relays) if gpu in ranks]
+    if both:
+        raise UsageError(
+            f"a relay must not be a rank, got GPU {both[0]} as both; leave it out of one of them"
+        )
+    part = topology.subset((*ranks, *relays))
+    kept = {names[gpu] for gpu in relays}
+    return replace(
+        part,
+        devices=tuple(replace(one, kind="helper") if one.name in kept else one for one in part.devices),
     )
 
 

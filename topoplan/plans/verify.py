@@ -105,6 +105,7 @@ def verify(plan: Plan | PlanByKind) -> Verification:
     sparse = plan.sparse
     for number, (shard, _) in enumerate(plan.shard_counts):
         _check_trees(shard, number, len(fabric.vertices), sparse=sparse)
+        _check_helpers(shard, number, fabric)
         if plan.collective != ALL_TO_ALL:
             _check_postcondition(plan, shard, number, len(fabric.vertices))
     if plan.collective == ALL_TO_ALL:
@@ -277,6 +278,17 @@ def _check_trees(shard: Shard, number: int, size: int, *, sparse: bool = False) 
             stage.top_down()
         except PlanError as error:
             raise error.within(number, position) from None
+
+
+def _check_helpers(shard: Shard, number: int, fabric: Fabric) -> None:
+    """Raise PlanError for a route that passes a helper: it stores data and sends it on, as a vertex of the tree."""
+    helpers = set(fabric.helpers)
+    for position, stage in enumerate(shard.stages) if helpers else ():
+        for edge in stage.edges:
+            passed = helpers.intersection(edge.route[1:-1])
+            if passed:
+                text = f"edge {edge.parent}>{edge.child} passes helper {min(passed)}; make it a vertex of the tree"
+                raise PlanError(text, shard=number, stage=position, rank=edge.child)
 
 
 @dataclass(frozen=True)

@@ -440,14 +440,15 @@ def _plan_exact(
 ) -> Plan:
     inner = has_inner_vertices(fabric)
     if inner:
-        from topoplan.solve.packing.inner_vertices import plan_over_inner_vertices
+        from topoplan.solve.packing.inner_vertices import plan_over_inner_vertices, stopped_at_helpers
 
     if inner and fabric.helpers:
         known: Plan | None = None
         alone = fabric.forwarding_only()
         if not fabric.in_network and not alone.unreachable(collective, root):
+            forwarded = _plan_exact(alone, collective, root, order, deadline, progress, tolerance)
             known = _recertified(
-                _plan_exact(alone, collective, root, order, deadline, progress, tolerance), fabric
+                replace(forwarded, shards=stopped_at_helpers(forwarded.shards, fabric)), fabric
             )
             if known.gap == 0:
                 return known

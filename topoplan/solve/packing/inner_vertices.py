@@ -9,10 +9,11 @@ routes, and helpers are numbered after the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 
 from topoplan.errors import Note
 from topoplan.machine.fabric import Fabric
@@ -34,6 +35,47 @@ LONGEST = 1 << 30
 
 WALKS = 12
 """Walks along the optimal face in the search for fewer trees."""
+
+
+def stopped_at_helpers(shards: Sequence[Shard], fabric: Fabric) -> tuple[Shard, ...]:
+    """Return shards of which routes passed helpers, as switches, with the helpers as vertices of the trees instead.
+
+    A helper stores the data and sends it on, once over each link, so no link carries more than before.
+    """
+    number = {name: vertex for vertex, name in enumerate(fabric.vertices)}
+    return tuple(
+        replace(shard, stages=tuple(_stopped(stage, number, fabric.size) for stage in shard.stages))
+        for shard in shards
+    )
+
+
+def _stopped(stage: Stage, number: Mapping[str, int], size: int) -> Stage:
+    hops: dict[tuple[int, int], Edge] = {}
+    for edge in stage.edges:
+        stops = [place for place, name in enumerate(edge.route) if name in number]
+        for start, end in pairwise(stops):
+            route = edge.route[start : end + 1]
+            ends = number[route[0]], number[route[-1]]
+            hops.setdefault(ends, Edge(*ends, route, edge.channel))
+    if len(hops) == len(stage.edges):
+        return stage
+    leaving: dict[int, list[Edge]] = {}
+    for hop in sorted(hops.values(), key=lambda hop: hop.child):
+        leaving.setdefault(hop.parent, []).append(hop)
+    above: dict[int, Edge] = {}
+    reached = [stage.root]
+    for vertex in reached:
+        for hop in leaving.get(vertex, ()):
+            if hop.child != stage.root and hop.child not in above:
+                above[hop.child] = hop
+                reached.append(hop.child)
+    kept: set[int] = set()
+    for vertex in range(size):
+        while vertex != stage.root and vertex not in kept:
+            kept.add(vertex)
+            vertex = above[vertex].parent
+    tree = Stage(stage.op, stage.root, tuple(above[vertex] for vertex in sorted(kept)), stage.entries)
+    return replace(tree, edges=tree.top_down())
 
 
 @dataclass(frozen=True)
