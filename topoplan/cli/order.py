@@ -16,6 +16,7 @@ from topoplan.cli.machine_options import RequestedMachine, add_all_options, appl
 from topoplan.cli.output import Answer, Column, folded, folded_line, progress_line, table, table_of
 from topoplan.cli.plan_sets import add_mesh_options as add_mesh
 from topoplan.cli.sources import host_names, read_machine
+from topoplan.engines.jaccl import jaccl_devices
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words, usable_fabric
 from topoplan.machine.named_nodes import NodeNetwork, cluster_of_nodes, domain
@@ -72,6 +73,11 @@ def _order_lines(answer: OrderAnswer, ranked: RankOrder) -> Iterator[str]:
         for name, given, found in pairs
         if given[0] and found[0] != given[0]
     ]
+    same = (
+        "this order is as fast as the one given"
+        if ranked.before.ring
+        else "the order given has no ring, this one has"
+    )
     if as_given:
         verdict = (
             "the order as given is the best"
@@ -79,9 +85,7 @@ def _order_lines(answer: OrderAnswer, ranked: RankOrder) -> Iterator[str]:
             else "no better order than the one given was found"
         )
     else:
-        verdict = (
-            f"this order makes the {', '.join(gains)}" if gains else "this order is as fast as the one given"
-        )
+        verdict = f"this order makes the {', '.join(gains)}" if gains else same
     yield f"{_title(answer)}, over {channel_words(channels, answer.machine.whole)}: {verdict}"
     yield ""
     rates: tuple[Column[RatePairs], ...] = (
@@ -301,7 +305,7 @@ def _placement_object(ranked: MeshOrder, one: MeshPlacement, collective: str) ->
     }
 
 
-FORMATS = (*LAUNCH_FILES, "json")
+FORMATS = (*LAUNCH_FILES, "jaccl", "json")
 
 NOT_OF_TREES = dict.fromkeys(("servers", "network", "rails", "leaf_size", "helpers", "merge"))
 """Options that a description of Slurm replaces."""
@@ -323,7 +327,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         parser,
         f"""
         --preset NAME    with --mesh, the weights of a kind of training: {", ".join(PRESETS)}: topoplan help mesh
-        --format FORMAT  {", ".join(FORMATS)}: a file of Open MPI or Slurm in place of a table
+        --format FORMAT  {", ".join(FORMATS)}: a file of Open MPI, Slurm or JACCL in place of a table
         -o F             write the file (default: stdout)
         """,
         preset={"choices": tuple(PRESETS)},
@@ -386,6 +390,9 @@ def run(options: argparse.Namespace) -> Answer:
     found = order_object(answer, ranked, given)
     if options.format == "json":
         return Answer(file=lambda: json.dumps(found, allow_nan=False, indent=1) + "\n")
+    if options.format == "jaccl":
+        devices = jaccl_devices(machine.whole, order)
+        return Answer(file=lambda: devices.text, notes=devices.notes)
     if options.format:
         path = "F" if options.output in (None, "-") else options.output
         text = LAUNCH_FILES[options.format](answer.found)

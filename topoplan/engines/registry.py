@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from topoplan.engines.chakra import chakra_traces
 from topoplan.engines.exported import DEFAULT_CHOICES, Choices, Exported, one_server
+from topoplan.engines.jaccl import jaccl_devices
 from topoplan.engines.msccl_write import msccl_algorithm
 from topoplan.engines.mscclpp_write import execution_plan, execution_plans
 from topoplan.engines.nccl.environment_file import nccl_environment
@@ -247,6 +248,13 @@ FORMATS = {
         None,
         chakra_traces,
         ("size", "chunk"),
+    ),
+    "jaccl": ExportFormat(
+        "device file of JACCL (MLX): which device of each rank leads to which other, for servers joined by cables",
+        lambda machine, _: jaccl_devices(machine),
+        lambda plan, _: jaccl_devices(plan.topology),
+        many_servers=True,
+        use=lambda _: ("to use it: export MLX_IBV_DEVICES={file} on every rank",),
     ),
     "dot": ExportFormat("the trees of a plan as a graph of Graphviz", None, lambda plan, _: plan_dot(plan)),
 }

@@ -59,6 +59,17 @@ def test_helpers_over_tcp_add_up_as_on_loopback(collective: str) -> None:
     assert found[RANKS:] == [len(given) * passed] * HELPERS
 
 
+def test_idle_gpus_relay_over_tcp_as_on_loopback() -> None:
+    """Half of a DGX-1V: a process for each of the other GPUs, of which some add and send on."""
+    plan = topoplan.plan(topoplan.with_relays("dgx-1v", range(RANKS)))
+    given = arrays_for("allreduce")
+    found = serving(plan, lambda comm, rank: seal(call(comm, "allreduce", given[rank])))
+    with Communicator(plan, chunk_bytes=1 << 12) as comm:
+        expected = call(comm, "allreduce", given)
+    assert found[:RANKS] == [seal(expected[rank]) for rank in range(RANKS)]
+    assert sum(found[RANKS:]) == len(plan.helpers) > 0
+
+
 def test_helpers_follow_other_collectives_averages_and_calls_in_the_background() -> None:
     """Ranks agree on a second plan by themselves, and the helpers make the same one."""
     plan = parameter_server(helped_star(RANKS, HELPERS))

@@ -228,3 +228,73 @@ def test_the_command_line_names_helpers(run: Run, tmp_path: Path) -> None:
     status, out, _ = run("verify", plan_file)
     assert status == 0
     assert "8.33333333 GB/s, busbw 11.1111111 GB/s (exactly 25/3)" in out
+
+
+@pytest.mark.parametrize(
+    ("gpus", "alone", "relayed"),
+    [
+        ((0, 1, 4, 6), 25, Fraction(350, 3)),
+        ((1, 4, 5, 7), 50, Fraction(325, 3)),
+        ((4, 0, 1, 2, 3), 50, 93.75),
+    ],
+)
+def test_idle_gpus_relay(gpus: tuple[int, ...], alone: float, relayed: Fraction) -> None:
+    """Allocations of a DGX-1V: the others store and send on, as vertices of trees that run."""
+    assert topoplan.plan("dgx-1v", gpus=gpus).rate == alone
+    relaying = topoplan.with_relays("dgx-1v", gpus)
+    assert relaying.gpus == tuple(f"gpu{gpu}" for gpu in gpus)
+    made = proved(relaying)
+    assert made.rate == pytest.approx(float(relayed))
+    assert made.helpers
+    assert not any(
+        set(edge.route[1:-1]) & set(made.vertices)
+        for shard in made.shards
+        for stage in shard.stages
+        for edge in stage.edges
+    )
+    arrays = [np.arange(1000.0) * rank for rank in range(len(gpus))]
+    with Communicator(made, backend="loopback") as comm:
+        summed = comm.all_reduce(arrays)
+    assert all(np.array_equal(one, np.sum(arrays, axis=0)) for one in summed)
+
+
+@given(switched_machines(), st.sampled_from(COLLECTIVES))
+@settings(max_examples=15, deadline=None)
+def test_relays_are_never_slower(drawn: Topology, collective: str) -> None:
+    """Of a random machine all GPUs but one are ranks; what they reach alone they reach with the last one too."""
+    ranks = range(len(drawn.gpus) - 1)
+    try:
+        alone = topoplan.plan(drawn, collective, gpus=list(ranks)).rate
+    except topoplan.InfeasibleError:
+        alone = 0.0
+    relaying = topoplan.with_relays(drawn, ranks)
+    if alone or not Fabric(relaying, ("nvlink",)).unreachable(collective, 0):
+        made = topoplan.plan(relaying, collective)
+        assert topoplan.verify(made).rate >= alone * (1 - CLOSE)
+
+
+def test_a_route_through_a_helper_is_refused() -> None:
+    links = [
+        *(Link(*ends, "nvlink", 10.0) for ends in (("gpu0", "relay"), ("relay", "gpu0"))),
+        *(Link(*ends, "nvlink", 10.0) for ends in (("gpu1", "relay"), ("relay", "gpu1"))),
+    ]
+    devices = (Device("gpu0", "gpu"), Device("gpu1", "gpu"), Device("relay", "helper"))
+    made = proved(Topology("line", devices, tuple(links)), "broadcast")
+    assert [edge.route for edge in made.shards[0].stages[0].edges] == [("gpu0", "relay"), ("relay", "gpu1")]
+    through = Stage("broadcast", 0, (Edge(0, 1, ("gpu0", "relay", "gpu1"), "nvlink"),))
+    with pytest.raises(PlanError, match="edge 0>1 passes helper relay; make it a vertex of the tree"):
+        topoplan.verify(replace(made, shards=(Shard(Fraction(1), (through,)),)))
+
+
+def test_relays_that_cannot_be(run: Run) -> None:
+    for options, words in (
+        (("--gpus", "0-3", "--relays", "3"), "a relay must not be a rank, got GPU 3 as both"),
+        (("--gpus", "0-7", "--relays", "idle"), "has no idle GPU beside these 8"),
+        (("--relays", "idle"), "--relays belongs to --gpus"),
+        (
+            ("--gpus", "0-3", "--relays", "idle", "--collective", "broadcast", "--root", "4"),
+            "root 4 is none of the GPUs",
+        ),
+    ):
+        status, _, error = run("plan", "dgx-1v", *options)
+        assert (status, words in error) == (2, True), error
