@@ -25,9 +25,9 @@ from fractions import Fraction
 from functools import partial
 from itertools import pairwise
 
-from topoplan.errors import InfeasibleError, UsageError
+from topoplan.errors import InfeasibleError, UsageError, warning
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.topology import TopologyLike
+from topoplan.machine.topology import Topology, TopologyLike
 from topoplan.plans.build import Allocation, stage_order, trivial_plan
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, Shard, Stage
@@ -38,6 +38,7 @@ from topoplan.schedules.ring import ring_plan
 from topoplan.schedules.ring_forest import shortest_route
 from topoplan.schedules.routes import edge_along
 from topoplan.solve.cuts_and_partitions import bounded_plan
+from topoplan.units import listed
 
 Parents = dict[int, int]
 """Parent of every rank but the root."""
@@ -252,6 +253,51 @@ def server_trees(count: int) -> tuple[Above, Above]:
     else:
         second = {count - 1 - child: (count - 1 - up, last) for child, (up, last) in first.items()}
     return first, second
+
+
+def nccl_start_warning(topology: Topology) -> tuple[str, ...]:
+    """Return the warning that NCCL does not run on these GPUs or cannot start on these cables; nothing if it can.
+
+    NCCL connects its ring and its trees over the servers, in the order of their GPUs, whatever NCCL_ALGO selects.
+
+    >>> import topoplan
+    >>> nccl_start_warning(topoplan.load("dgx-spark-x4"))[0].partition(", because ")[0].removeprefix("warning: ")
+    'stock NCCL cannot start on this ring of 4'
+    """
+    models = [topology.device(gpu).model for gpu in topology.gpus]
+    if models[0].startswith("Apple"):
+        return (warning(f"NCCL does not run on {models[0]}; its rates here are what it would reach"),)
+    servers = list(dict.fromkeys(topology.device(gpu).server for gpu in topology.gpus))
+    joined = set()
+    for link in topology.links:
+        ends = topology.device(link.src), topology.device(link.dst)
+        if all(end.kind == "nic" and end.server for end in ends) and ends[0].server != ends[1].server:
+            joined.add(frozenset(end.server for end in ends))
+    if not joined:
+        return ()
+    count = len(servers)
+    needed = [("its ring", place, (place + 1) % count) for place in range(count)]
+    for tree in server_trees(count):
+        needed += [("its double binary tree", child, parent) for child, (parent, _) in tree.items()]
+    lacking: dict[str, list[str]] = {}
+    seen = {frozenset(servers[:1]), *joined}
+    for what, *places in needed:
+        one, other = (servers[place] for place in sorted(places))
+        if frozenset((one, other)) not in seen:
+            seen.add(frozenset((one, other)))
+            lacking.setdefault(what, []).append(f"{one} and {other}")
+    if not lacking:
+        return ()
+    ring = len(joined) == count and all(sum(server in pair for pair in joined) == 2 for server in servers)
+    shape = f"this ring of {count}" if ring else f"these {count} cabled servers"
+    joins = " and ".join(f"{what} joins {listed(pairs, noun='pairs')}" for what, pairs in lacking.items())
+    return (
+        warning(
+            f"stock NCCL cannot start on {shape}, because {joins}, which no cable joins; NCCL_ALGO=Ring does not "
+            "help, since NCCL connects its trees all the same (NVIDIA/nccl issue 1034; one report says that a ring of "
+            "4 starts)"
+        ),
+    )
 
 
 def _chains(laid: ServerChannels) -> Iterator[Shard]:

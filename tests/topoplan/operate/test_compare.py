@@ -434,3 +434,16 @@ def test_no_win_over_nccl_is_claimed_that_nvls_undoes(collective: str) -> None:
     assert row.nccl_nvls is None or row.nccl_best[0] >= row.nccl
     assert (row.nccl_best_ratio or 0) <= (row.nccl_ratio or 0)
     assert collective != "allreduce" or ((row.nccl_ratio or 0) > 1 and not beats_nccl(row))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("dgx-spark-x4", "stock NCCL cannot start on this ring of 4"),
+        ("mac-tb5-x4", "NCCL does not run on Apple M3 Ultra"),
+        ("dgx-spark-x3", ""),
+    ],
+)
+def test_rates_of_an_nccl_that_cannot_start_come_with_a_warning(name: str, words: str) -> None:
+    notes = compare(topoplan.load(name)).notes
+    assert any(words in note for note in notes) if words else not any("start" in note for note in notes)

@@ -23,11 +23,16 @@ from topoplan.engines.exported import Exported
 from topoplan.errors import UsageError, warning
 from topoplan.machine.topology import Device, Topology
 from topoplan.machine.variants import SIDES
-from topoplan.schedules.binary_trees import server_trees
+from topoplan.schedules.binary_trees import nccl_start_warning
 from topoplan.units import listed
 
 SERVER_VARIABLE = "TOPOPLAN_SERVER"
 """Variable that names this server to the file; if it is unset, the host's short name does."""
+
+WHAT_STARTS = (
+    "what can start: an NCCL patched to connect rings alone (NCCL_SWITCHLESS_RING_ONLY, NCCL_SKIP_TREE_CONNECT exist "
+    "only there), a net plug-in that relays, a switch, or topoplan's own plan, whose edges are cables"
+)
 
 _SHELL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,200}")
 
@@ -91,7 +96,9 @@ def nccl_environment(topology: Topology, *, server: str | None = None) -> Export
         if not found:
             raise UsageError(f"nccl-env needs a NIC with a link out of each server, got none for {name}")
     cables = _cables(nics)
-    warnings = (*_missing_edges(servers, cables), *_crossed_ports(nics, cables)) if cables else ()
+    missing = nccl_start_warning(topology)
+    ways = (WHAT_STARTS,) if missing else ()
+    warnings = (*missing, *ways, *_crossed_ports(nics, cables)) if cables else ()
     chosen = servers if server is None else (server,)
     branches: dict[str, list[str]] = {}
     for name in chosen:
@@ -168,41 +175,6 @@ def _cables(nics: Mapping[str, Sequence[_Nic]]) -> list[tuple[tuple[str, str], t
     """Return both ends of every cable, a server and its NIC each."""
     both = [((server, nic.name), end) for server, found in nics.items() for nic in found for end in nic.ends]
     return [(one, other) for one, other in both if other[0] in nics and one < other]
-
-
-def _missing_edges(
-    servers: Sequence[str], cables: Iterable[tuple[tuple[str, str], tuple[str, str]]]
-) -> Iterator[str]:
-    """Yield a warning if NCCL's ring or trees over the servers have an edge that no cable joins."""
-    joined = {frozenset((one[0], other[0])) for one, other in cables}
-    count = len(servers)
-    edges: dict[str, list[str]] = {}
-    needed = [("its ring", i, (i + 1) % count) for i in range(count)]
-    needed += [
-        ("its double binary tree", child, parent)
-        for tree in server_trees(count)
-        for child, (parent, _) in tree.items()
-    ]
-    seen: set[frozenset[str]] = set()
-    for what, i, j in needed:
-        pair = frozenset((servers[i], servers[j]))
-        if pair not in joined | seen:
-            seen.add(pair)
-            edges.setdefault(what, []).append(f"{servers[min(i, j)]} and {servers[max(i, j)]}")
-    if not edges:
-        return
-    degree = {server: sum(server in pair for pair in joined) for server in servers}
-    ring = all(number == 2 for number in degree.values()) and len(joined) == count
-    shape = f"this ring of {count}" if ring else f"these {count} cabled servers"
-    joins = " and ".join(f"{what} joins {listed(pairs, noun='pairs')}" for what, pairs in edges.items())
-    yield warning(
-        f"stock NCCL cannot start on {shape}, because {joins}, which no cable joins; NCCL_ALGO=Ring does not help, "
-        "since NCCL connects its trees all the same (NVIDIA/nccl issue 1034; one report says that a ring of 4 starts)"
-    )
-    yield (
-        "what can start: an NCCL patched to connect rings alone (NCCL_SWITCHLESS_RING_ONLY, NCCL_SKIP_TREE_CONNECT "
-        "exist only there), a net plug-in that relays, a switch, or topoplan's own plan, whose edges are cables"
-    )
 
 
 def _crossed_ports(

@@ -46,6 +46,7 @@ from topoplan.plans.build import Allocation
 from topoplan.plans.certificates.certificate import Certified, explain_certificate
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan, check_collective, root_rank
 from topoplan.plans.verify import verify
+from topoplan.schedules.binary_trees import nccl_start_warning
 from topoplan.schedules.low_latency import direct_sends
 from topoplan.schedules.nccl_tuning import NcclExpectation
 from topoplan.schedules.registry import MOST_RANKS, SCHEDULES, Schedule, is_registered
@@ -117,7 +118,7 @@ def compare(
     nccl = rivals.get(best)
     timed = sizes and collective != ALL_TO_ALL and len(chosen) > 1
     over_nccl = exact.get(best)
-    notes = [f"trees: {note}" for note in trees.notes]
+    notes = [*nccl_start_warning(trees.topology), *(f"trees: {note}" for note in trees.notes)]
     able = with_all_capabilities(with_capable(topology))
     idle = _idle_switches(topology, able, trees)
     helped = None
@@ -129,11 +130,9 @@ def compare(
                     made = schedule.make(able, collective, gpus=chosen, root=root)
                     switched[made.schedule] = made.rate
         helped = plan(able, collective, gpus=chosen, root=root, channels=channels, nbytes=nbytes).rate
-        more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
-        notes.append(
-            f"trees do {helped:.6g} GB/s if {idle[0]}{more} copies and adds (--in-network nvswitch), "
-            f"{trees.rate:.6g} without"
-        )
+        switches = idle[0] + (f" and {len(idle) - 1} more" if len(idle) > 1 else "")
+        with_them = f"trees do {helped:.6g} GB/s if {switches} copies and adds (--in-network nvswitch)"
+        notes.append(f"{with_them}, {trees.rate:.6g} without")
     own_ring: list[tuple[str, float | None]] = []
     if trees.channels == ("pcie",) and picked and picked.channels != trees.channels:
         with suppress(InfeasibleError):
