@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from topoplan.engines.exported import Exported
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Device, Topology
-from topoplan.reading.rdma_ports import jaccl_shapes
-
-NOTE = "names of devices may change when a Mac starts: compare them with ibv_devices before the job"
+from topoplan.reading.rdma_ports import NAMES_CHANGE, jaccl_shapes
 
 
 def jaccl_devices(topology: Topology, order: Sequence[int] | None = None) -> Exported:
@@ -46,7 +44,7 @@ def jaccl_devices(topology: Topology, order: Sequence[int] | None = None) -> Exp
             "order; topoplan order --format jaccl looks for a ring, and topoplan plan uses any cables"
         )
     rows = [json.dumps([_cell(cell) for cell in row]) for row in cells]
-    return Exported("[" + ",\n ".join(rows) + "]\n", (NOTE,))
+    return Exported("[" + ",\n ".join(rows) + "]\n", (NAMES_CHANGE,))
 
 
 def _name(nic: Device) -> str:

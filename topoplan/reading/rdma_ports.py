@@ -32,6 +32,8 @@ MOST_RANKS = 256
 MOST_MESH, MOST_CABLES = 8, 4
 """Largest full mesh that JACCL runs, and most cables between neighbours of its ring."""
 
+NAMES_CHANGE = "names of devices may change when a Mac starts: compare them with ibv_devices before the job"
+
 _WHOLE = "give the whole file"
 _SWITCHED = "cables end in ports of their own; describe NICs at a switch as a topoplan.cluster/1 file"
 
@@ -51,7 +53,7 @@ def parse_jaccl(text: str, *, cable_gbps: float | None = None) -> Topology:
     cells = [[_cell(cell, i, j) for j, cell in enumerate(row)] for i, row in enumerate(rows)]
     _check_ports(cells)
     pairs = _cables(cells)
-    notes = [_runs(cells)]
+    notes = [_runs(cells), NAMES_CHANGE]
     if cable_gbps is None:
         notes.append(
             f"a cable assumed {rate:g} GB/s in each direction (Thunderbolt 5); set --cable-bandwidth"
