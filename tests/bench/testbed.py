@@ -90,7 +90,9 @@ def main(words: Sequence[str] = ()) -> None:
     text = parser.parse_args(list(words)).cases
     chosen = [case for case in CASES if text in case.name]
     if not chosen:
-        raise UsageError(f"no case has {text!r} in its name; use a part of {', '.join(c.name for c in CASES)}")
+        raise UsageError(
+            f"no case has {text!r} in its name; use a part of {', '.join(c.name for c in CASES)}"
+        )
     print(f"allreduce over shaped links, one process for each rank, float32, median of {RUNS}:")
     print(
         f"  {'machine':21}  {'schedule':13}  {'size':>5}  {'line ms':>8}  {'predicted':>9}  {'measured':>8}  "
