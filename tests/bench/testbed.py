@@ -1,5 +1,7 @@
 """Plans on a network of shaped links with a process for each rank: predicted and measured, and trees against rings.
 
+``python -m tests.bench testbed --cases TEXT`` runs the cases whose name contains the text, such as Macs.
+
 Predicted is the event simulation of the machine as slow as the test bed. The bands: times within 5 % of it, 95 % of
 line rate at 64 MB and 90 % at 16 MB, speed-ups within 5 % of the predicted one. What leaves them is marked with ``!``;
 where the links alone do not reach their rates either, the processors were busy with something else.
@@ -8,11 +10,13 @@ where the links alone do not reach their rates either, the processors were busy 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import topoplan
 from collectives.lab.testbed.run import ShapedRunOutcome, run_testbed
 from tests.support.small_machines import tailed_triangle, thin_cycle
+from topoplan.cli.arguments import OneLineParser
+from topoplan.errors import UsageError
 from topoplan.units import format_size
 
 SIZES = (16 << 20, 64 << 20)
@@ -22,6 +26,7 @@ LINE_RATE = {16 << 20: 0.90, 64 << 20: 0.95}
 
 DGX = topoplan.load("dgx-1v")
 PER_NVLINK = 0.0005  # 100 Mbit/s for each NVLink of a DGX-1V
+PER_CABLE = 0.001  # 80 Mbit/s for each cable of Thunderbolt 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,19 @@ def two_servers(gpus: int) -> Callable[[], Sequence[topoplan.Plan]]:
     return lambda: (topoplan.three_phase(cluster), topoplan.ring_plan(cluster))
 
 
+def macs(name: str, lost: Sequence[str] = ()) -> Callable[[], Sequence[topoplan.Plan]]:
+    """The optimal trees of Macs that are cabled to one another, and JACCL's ring: both ways in the best order."""
+    machine = topoplan.without_links(topoplan.load(name), lost)
+
+    def plans() -> Sequence[topoplan.Plan]:
+        chain = topoplan.ring_plan(machine).shards[0].stages[-1]
+        order = [chain.root, *(edge.child for edge in chain.edges)]
+        ring = topoplan.plan_from_rings(machine, "allreduce", [order, order[::-1]])
+        return topoplan.plan(machine), replace(ring, schedule="JACCL's ring", method="ring")
+
+    return plans
+
+
 CASES = (
     Case("cycle, thin link", trees_and_ring(thin_cycle()), 0.0025),
     Case("triangle, tail", trees_and_ring(tailed_triangle(), relay=True), 0.0025),
@@ -60,16 +78,27 @@ CASES = (
     Case("2 x 2 GPUs, thin NIC", two_servers(2), 0.002),
     Case("2 x 3 GPUs, thin NIC", two_servers(3), 0.002),
     Case("2 x 4 GPUs, thin NIC", two_servers(4), 0.002),
+    Case("4 Macs, ring", macs("mac-tb5-ring-x4"), PER_CABLE),
+    Case("4 Macs, 1 cable short", macs("mac-tb5-x4", ["s0-s1"]), PER_CABLE),
+    Case("6 Macs, 1 cable short", macs("mac-tb5-x6", ["s0-s1"]), PER_CABLE / 2),
 )
 
 
-def main() -> None:
+def main(words: Sequence[str] = ()) -> None:
+    parser = OneLineParser(prog="python -m tests.bench testbed")
+    parser.add_argument("--cases", default="", metavar="TEXT", help="part of the names of the cases to run")
+    text = parser.parse_args(list(words)).cases
+    chosen = [case for case in CASES if text in case.name]
+    if not chosen:
+        raise UsageError(
+            f"no case has {text!r} in its name; use a part of {', '.join(c.name for c in CASES)}"
+        )
     print(f"allreduce over shaped links, one process for each rank, float32, median of {RUNS}:")
     print(
-        f"  {'machine':20}  {'schedule':12}  {'size':>5}  {'line ms':>8}  {'predicted':>9}  {'measured':>8}  "
+        f"  {'machine':21}  {'schedule':13}  {'size':>5}  {'line ms':>8}  {'predicted':>9}  {'measured':>8}  "
         f"{'ratio':>6}  {'line rate':>9}  {'wrong':>5}"
     )
-    for case in CASES:
+    for case in chosen:
         outcome = run_testbed(
             {plan.schedule: plan for plan in case.plans()}, SIZES, scale=case.scale, runs=RUNS
         )
@@ -85,7 +114,7 @@ def _print_outcome(case: Case, outcome: ShapedRunOutcome) -> None:
         ratio = one.seconds / one.predicted
         line = one.line_seconds / one.seconds
         print(
-            f"  {case.name:20}  {one.schedule:12}  {format_size(one.nbytes):>5}  {one.line_seconds * 1e3:8.1f}  "
+            f"  {case.name:21}  {one.schedule:13}  {format_size(one.nbytes):>5}  {one.line_seconds * 1e3:8.1f}  "
             f"{one.predicted * 1e3:9.1f}  {one.seconds * 1e3:8.1f}  {ratio:5.3f}{_mark(abs(ratio - 1) > BAND)}  "
             f"{line:8.1%}{_mark(line < LINE_RATE[one.nbytes])}  {one.wrong:5}",
             flush=True,

@@ -9,7 +9,11 @@ Links have frames of 9000 bytes, a token bucket filter at the sender, and at mos
 data; the filter adds the headers of full frames. Many frames are sent as one packet, which halves the processor time;
 on slow links packets are shorter, at most 5 ms. A bucket flatters short runs, so it holds little more than one packet.
 All bandwidths are scaled by one factor until one computer can run the machine: ratios between links and schedules stay,
-start-ups stay too, so latency weighs less.
+start-ups stay too, so latency weighs less. A veth pair adds no latency, so the latency that a link states is left out.
+
+Servers that are cabled to one another have a pair for each cable: a port is a device, so cables side by side between
+ports of their own are pairs of their own. Cables under one name (``"count": 2``) are one pair at the rate of all: they
+fail together, and a route does not tell them apart, so one connection is on all of them.
 """
 
 from __future__ import annotations
@@ -369,13 +373,18 @@ MAX_LINK_BITS = 1e9
 def slowed_plan(plan: Plan, scale: float, *, machine: Topology | None = None) -> Plan:
     """Return the plan on the machine of the test bed, or on another with the same links, for the model of its time.
 
+    A link that states a latency, such as a cable, has none there; other start-ups are those of the model.
+
     >>> import topoplan
     >>> plan = slowed_plan(topoplan.plan(topoplan.load("dgx-1v"), gpus=[0, 1, 2]), 0.0005)
     >>> plan.rate, {link.bandwidth for link in plan.topology.links if link.channel == "nvlink"} == {0.0125, 0.025}
     (0.025, True)
     """
     whole = plan.topology if machine is None else machine
-    links = tuple(replace(link, bandwidth=link.bandwidth * scale) for link in whole.links)
+    links = tuple(
+        replace(link, bandwidth=link.bandwidth * scale, latency=None if link.latency is None else 0.0)
+        for link in whole.links
+    )
     machine = replace(whole, links=links)
     return replace(plan, topology=machine, rate=plan.rate * scale, bound=plan.bound * scale)
 

@@ -60,7 +60,17 @@ PLANS = {
     "nics": over_nics,
     "nvswitch": lambda: topoplan.plan(topoplan.load("dgx-2"), gpus=[0, 1, 2]),
     "one way": lambda: topoplan.plan(DGX, "broadcast", gpus=[0, 1, 2]),
+    "cables": lambda: topoplan.plan(topoplan.without_links("mac-tb5-x4", ["s0-s1"])),
+    "cables side by side": lambda: topoplan.plan(beside("a", "b")),
+    "shared adapters": lambda: topoplan.plan(topoplan.load("dgx-spark-x3")),
 }
+
+
+def beside(*ports: str, count: int = 1) -> topoplan.Topology:
+    """Two servers with a cable between ports of each of these names."""
+    joined = [topoplan.Cable(f"s0:{port}", f"s1:{port}", 80, count=count) for port in ports]
+    pair = [topoplan.Server(topoplan.load("mac-tb5"), count=2)]
+    return topoplan.cluster(pair, network="cables", cables=joined, name="pair")
 
 
 @pytest.fixture(params=PLANS, ids=str)
@@ -167,6 +177,32 @@ def test_a_link_that_falls_keeps_its_bucket(plan: Plan) -> None:
         "rate [0-9]+bit", "", before
     )
     assert f"rate {round(1e6 * HEADER_FACTOR)}bit" in after
+
+
+@pytest.mark.parametrize(
+    ("machine", "rates"),
+    [
+        pytest.param(beside("a", "b"), [10, 10], id="ports of their own"),
+        pytest.param(beside("a", count=2), [20], id="one name"),
+    ],
+)
+def test_cables_side_by_side_are_pairs_of_their_own_if_their_ports_are(
+    machine: topoplan.Topology, rates: list[float]
+) -> None:
+    """A route names ports, so it cannot tell cables under one name apart."""
+    network = network_of(topoplan.plan(machine))
+    between = [cable for cable in network.cables if {end.split(".")[0] for end in cable.ends} == {"s0", "s1"}]
+    assert [cable.rates for cable in between] == [(rate * SCALE * 8e9,) * 2 for rate in rates]
+    crossed = {number for wire in network.wires for number, _ in wire.cables}
+    assert {cable.number for cable in between} <= crossed
+    assert len(network.wires) == 2 * len(rates)
+
+
+def test_the_slowed_machine_has_no_latency_of_cables() -> None:
+    """A veth pair delays nothing, so the model of the test bed must not either."""
+    plan = PLANS["cables"]()
+    assert {link.latency for link in plan.topology.links} > {None}
+    assert {link.latency for link in slowed_plan(plan, SCALE).topology.links} == {None, 0.0}
 
 
 def test_two_schedules_share_the_cables_that_both_cross() -> None:
