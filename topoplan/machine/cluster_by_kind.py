@@ -314,13 +314,14 @@ class ClusterByKind:
         """Return at most ``most`` leaves of each class with at most ``most`` servers of each cell, joined.
 
         Of a class of several pods, these are at most ``most`` pods. In a tree of three levels, pods and leaves after
-        the first one have one leaf and server fewer, since the first has room for all roles in one pod or leaf.
+        the first one have one leaf and server fewer, but two or more, since the first has room for all roles in one
+        pod or leaf.
         """
         chosen: dict[int, ServerPlace] = {}
         weights: dict[int, int] = {}
         for number, cell in enumerate(self.cells):
             for leaf in _sampled_leaves(cell, most):
-                kept = min(most - (leaf > 0 and self.network.pod_size is not None), cell.count)
+                kept = min(max(2, most - (leaf > 0)) if self.network.pod_size else most, cell.count)
                 for position in range(kept):
                     server = self.server(ServerPlace(number, leaf, position))
                     chosen[server] = ServerPlace(number, leaf, position)
@@ -424,7 +425,7 @@ def _sampled_leaves(cell: Cell, most: int) -> list[int]:
     return [
         pod * cell.leaves_in_pod + leaf
         for pod in range(min(most, cell.pods))
-        for leaf in range(min(most - (pod > 0), cell.leaves_in_pod))
+        for leaf in range(min(max(2, most - (pod > 0)), cell.leaves_in_pod))
     ]
 
 

@@ -34,13 +34,22 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from topoplan.machine.cluster_by_kind import Cell, ClusterSample, ServerPlace
+from topoplan.machine.cluster_by_kind import Cell, ClusterByKind, ClusterSample, ServerPlace
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.loads import edge_links
 from topoplan.plans.shards import Edge, Shard, Stage
 
 SAMPLE = 3
 """Leaves of a class, and servers of a cell in a leaf, in the sample: root, centre, and one that stands for others."""
+
+
+def template_sample(cluster: ClusterByKind, *, rooted: bool) -> ClusterSample:
+    """Return the servers on which templates stand.
+
+    With a root, whose server is a cell of its own, no cell, leaf class or pod class has root, centre and others at
+    once; in three levels, two of each are then enough.
+    """
+    return cluster.sample(SAMPLE - (rooted and cluster.network.pod_size is not None))
 
 
 @dataclass(frozen=True, slots=True)

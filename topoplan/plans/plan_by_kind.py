@@ -40,11 +40,11 @@ from topoplan.plans.file_values import (
 )
 from topoplan.plans.kind_exchange import KindPath, PathImages
 from topoplan.plans.kind_templates import (
-    SAMPLE,
     ClassCrossings,
     KindTemplate,
     TemplateImages,
     share_units,
+    template_sample,
 )
 from topoplan.plans.plan import ALL_TO_ALL, PLAN_FORMAT_2, Plan, collective_name
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage, path_ends
@@ -112,7 +112,7 @@ class PlanByKind:
     @cached_property
     def sample(self) -> ClusterSample:
         """The servers on which the templates stand."""
-        return self.cluster.sample(SAMPLE)
+        return template_sample(self.cluster, rooted=self.root is not None)
 
     @cached_property
     def fabric(self) -> Fabric:

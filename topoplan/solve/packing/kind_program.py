@@ -30,7 +30,7 @@ from topoplan.machine.fabric import usable_fabric
 from topoplan.machine.fabric_structure import FabricServers, link_permutation
 from topoplan.machine.permutation_groups import LARGEST_TABLE, components, group_elements, orbits
 from topoplan.plans.kind_exchange import KindPath
-from topoplan.plans.kind_templates import SAMPLE, KindTemplate
+from topoplan.plans.kind_templates import KindTemplate, template_sample
 from topoplan.plans.plan import ALL_TO_ALL
 from topoplan.plans.plan_by_kind import NOT_BY_KIND, PlanByKind, Templates, unsupported
 from topoplan.plans.shards import Edge, Stage
@@ -115,7 +115,7 @@ class KindProgram(ABC, Generic[Column]):
         progress: Callable[[str], None] | None,
     ) -> None:
         self.collective, self.progress = collective, progress
-        self.sample = cluster.sample(SAMPLE)
+        self.sample = template_sample(cluster, rooted=root is not None)
         first = None
         if root is not None:
             server = self.sample.numbers.index(root[0])
