@@ -332,6 +332,25 @@ class _TemplatePart:
                 found |= at[image] == leaf
         return found
 
+    def grouped(self, server: int, image: Numbers, leaf: Numbers) -> Flags:
+        """Return whether leaves without root and centre are in pods placed like that of a server of the sample."""
+        cell, template = self.cells[self.places[server].cell], self.template
+        found = ~self.held(self.places[server].cell, image, leaf)
+        pods = {self.sample.pod_of(one): one for one in (template.centre, template.root)}
+        one = pods.pop(self.sample.pod_of(server), None)
+        if one is not None:
+            there: Flags = found & (self.pod(one)[image] == leaf // cell.leaves_in_pod)
+            return there
+        for (pod_class, _), one in pods.items():
+            if pod_class == cell.pod_class:
+                found = found & (self.pod(one)[image] != leaf // cell.leaves_in_pod)
+        return found
+
+    def pod(self, server: int) -> Numbers:
+        """Return the pod of root or centre in every image."""
+        leaf = self.leaf if server == self.template.root else self.centre_leaf
+        return leaf // self.cells[self.places[server].cell].leaves_in_pod
+
     def marked_at(self, server: int, image: Numbers, leaf: Numbers) -> tuple[Numbers, Flags]:
         """Return the position of a marked server in leaves of its class, and whether it has one there."""
         cell, template = self.places[server].cell, self.template
@@ -341,7 +360,7 @@ class _TemplatePart:
         if server == template.centre:
             return self.centre_position[image], self.centre_leaf[image] == leaf
         if not beside_root(self.sample, template, server):
-            return self.turn[image] % count, ~self.held(cell, image, leaf)
+            return self.turn[image] % count, self.grouped(server, image, leaf)
         same = cell == self.places[template.root].cell
         at = self.position[image] + 1 if same else self.turn[image]
         return at % count, self.leaf[image] == leaf
@@ -354,11 +373,24 @@ class _TemplatePart:
             return here
         cell = self.places[server].cell
         slot = self.slot(server)
-        found: Flags = ~self.held(cell, image, leaf) if slot is None else slot[image] == leaf
+        found: Flags = self.grouped(server, image, leaf) if slot is None else slot[image] == leaf
         for marked in self.template.marked:
             if self.places[marked].cell == cell:
                 at, there = self.marked_at(marked, image, leaf)
                 found = found & ~(there & (at == position))
+        return found
+
+    def first_pod(self, server: int, image: Numbers) -> Numbers:
+        """Return the first pod of leaves for which a server of the sample stands."""
+        template, (pod_class, _) = self.template, self.sample.pod_of(server)
+        pods = {self.sample.pod_of(one): one for one in (template.centre, template.root)}
+        own = pods.get(self.sample.pod_of(server))
+        if own is not None:
+            return self.pod(own)[image]
+        found = np.zeros(len(image), dtype=np.int64)
+        held = [self.pod(one)[image] for (of, _), one in pods.items() if of == pod_class]
+        for _ in held:
+            found = found + np.any([one == found for one in held], axis=0)
         return found
 
     def slot(self, server: int) -> Numbers | None:
@@ -402,7 +434,7 @@ class _TemplatePart:
         elif alone is not None:
             leaf = alone[image]
         else:
-            leaf = np.zeros(len(image), dtype=np.int64)
+            leaf = self.first_pod(server, image) * self.cells[cell].leaves_in_pod
             for _ in range(2):
                 leaf = leaf + self.held(cell, image, leaf)
         if server in self.template.marked:

@@ -1,4 +1,4 @@
-"""Whole commands that plan and verify clusters by kinds of servers, 1,024 to 100,000 GPUs, on five networks.
+"""Whole commands that plan and verify clusters by kinds of servers, 1,024 to 100,000 GPUs, on six networks.
 
 Seconds are CPU seconds of the process, and wall seconds; memory is its peak. The last line of a network is the exponent
 e of seconds ~ GPUs^e, fitted over its sizes. The rival is the listed plan of the smallest cluster (``--listed``).
@@ -23,6 +23,8 @@ NETWORKS = {
     "rails": "--nic-access pcie --network rail-optimised",
     "fat tree 32, 2:1": "--nic-access direct --network fat-tree --leaf-size 32 --oversubscription 2",
     "fat tree 16, 8:1": "--nic-access direct --network fat-tree --leaf-size 16 --oversubscription 8",
+    "pods of 16 x 16, 2:1": "--nic-access direct --network fat-tree --leaf-size 16 --oversubscription 2 --pod-size 16 "
+    "--pod-oversubscription 2",
 }
 
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast")

@@ -15,6 +15,14 @@ MACHINES = ("v100x4", "dgx-1v", "nvlink-x4", "dgx-h100", "pcie-x8", "dgx-2", "mi
 COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce")
 
 
+def random_pods(seed: int) -> dict[str, Any]:
+    """Return the pods of a random fat tree of three levels, or nothing for one of two levels."""
+    rng = random.Random(f"pods {seed}")
+    if rng.random() < 0.4:
+        return {}
+    return {"pod_size": rng.randint(1, 3), "pod_oversubscription": rng.choice([None, 2, 3.5, 9])}
+
+
 def random_cluster(seed: int, *, most: int) -> ClusterByKind | None:
     """Return a cluster of 2 servers or more, at most so many GPUs; None for one that cannot be built."""
     rng = random.Random(seed)
@@ -27,6 +35,7 @@ def random_cluster(seed: int, *, most: int) -> ClusterByKind | None:
     more: dict[str, Any] = {}
     if network == "fat-tree":
         more = {"leaf_size": rng.randint(1, 5), "oversubscription": rng.choice([None, 2, 3.5])}
+        more |= random_pods(seed)
     if network == "rail-optimised":
         more = {"oversubscription": rng.choice([None, 2, 3.5])}
     nics, access = rng.choice([None, 1, 2, 4]), rng.choice(["direct", "pcie"])
@@ -90,7 +99,8 @@ def changed_file(rng: random.Random, value: dict[str, Any]) -> dict[str, Any]:
             run = rng.choice(value["cluster"]["servers"])
             run[1] = max(1, run[1] + rng.choice([-1, 1]))
         elif kind == 7 and "leaf_size" in value["cluster"]["network"]:
-            value["cluster"]["network"]["leaf_size"] = rng.randint(1, 6)
+            size = rng.choice(["leaf_size", "leaf_size", "pod_size"])
+            value["cluster"]["network"][size] = rng.randint(1, 6)
         elif kind == 8:
             rng.choice(value["certificate"]["lengths"])[2] = str(rng.randint(0, 9))
         elif kind == 9 and len(edge[0]) > 2:

@@ -51,6 +51,8 @@ NETWORK_OPTIONS = (
     "rails",
     "oversubscription",
     "leaf_size",
+    "pod_size",
+    "pod_oversubscription",
     "nic_access",
     "helpers",
     "transport",
@@ -96,6 +98,8 @@ def add_cluster_options(parser: OneLineParser) -> None:
         --oversubscription F   downlinks over uplinks of a leaf (default: 1) or of a rail (default: rails are not
                                joined)
         --leaf-size L          with fat-tree: servers on each leaf switch
+        --pod-size L           with fat-tree: leaves in each pod of a tree of three levels (default: two levels)
+        --pod-oversubscription F  downlinks over uplinks of a pod (default: 1)
         --nic-access HOW       {" or ".join(NIC_ACCESS)}: a NIC serves the GPUs nearest on PCIe, or all GPUs at its
                                full rate (default: {NIC_ACCESS[0]})
         --helpers K            aggregation servers: machines without GPUs that add and copy, with as many NICs as a
@@ -112,6 +116,8 @@ def add_cluster_options(parser: OneLineParser) -> None:
         rails=_count,
         oversubscription=number(1, math.inf, "number of 1 (no oversubscription) or more, such as 2"),
         leaf_size=_count,
+        pod_size=_count,
+        pod_oversubscription=number(1, math.inf, "number of 1 (no oversubscription) or more, such as 2"),
         helpers=_count,
         transport={"choices": tuple(TRANSPORTS)},
         flow_bandwidth=rate_option("flow", "Gb/s"),

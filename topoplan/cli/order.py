@@ -307,7 +307,9 @@ def _placement_object(ranked: MeshOrder, one: MeshPlacement, collective: str) ->
 
 FORMATS = (*LAUNCH_FILES, "jaccl", "json")
 
-NOT_OF_TREES = dict.fromkeys(("servers", "network", "rails", "leaf_size", "helpers", "merge"))
+NOT_OF_TREES = dict.fromkeys(
+    ("servers", "network", "rails", "leaf_size", "pod_size", "pod_oversubscription", "helpers", "merge")
+)
 """Options that a description of Slurm replaces."""
 
 

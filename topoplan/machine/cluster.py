@@ -39,6 +39,8 @@ def cluster(
     rails: int | None = None,
     oversubscription: float | None = None,
     leaf_size: int | None = None,
+    pod_size: int | None = None,
+    pod_oversubscription: float | None = None,
     nic_access: str = "pcie",
     helpers: int | None = None,
     transport: str | None = None,
@@ -51,7 +53,8 @@ def cluster(
     """Join servers by a network of switches, or by cables to one another.
 
     Devices of server i are called ``s<i>.<name>``, and their ``server`` is ``s<i>``. Switches are devices of kind
-    switch: ``switch0``, or ``rail<i>``, or ``leaf<i>``, and ``spine0``. GPU numbers run through all servers.
+    switch: ``switch0``, or ``rail<i>``, or ``leaf<i>``, and ``spine0``, or ``pod<i>`` and
+    ``core0``. GPU numbers run through all servers.
 
     Parameters
     ----------
@@ -67,8 +70,8 @@ def cluster(
     network : str or SwitchTree
         ``switch``, ``rail-optimised`` or ``fat-tree`` (see `topoplan.machine.cluster_network`), ``cables`` (see
         `topoplan.machine.cables`), or a tree of named switches.
-    rails, oversubscription, leaf_size : number or None
-        For the network kinds that have them.
+    rails, oversubscription, leaf_size, pod_size, pod_oversubscription : number or None
+        For the network kinds that have them (see `ClusterNetwork`).
     nic_access : str
         ``pcie``: NICs serve the nearest GPUs, as fast as PCIe allows. ``direct``: every NIC serves all GPUs of its
         server, and its rate alone limits, which is the projection of Blink's figure 19b.
@@ -142,7 +145,7 @@ def cluster(
         ):
             if value is not None:
                 raise UsageError(f"{key} does not go with the network cables, got {value!r}; leave it out")
-        _network("switch", rails, oversubscription, leaf_size)
+        _network("switch", rails, oversubscription, leaf_size, pod_size, pod_oversubscription)
         servers, plugged = plug_in(servers, cables, gbps_total)
         network, carrier = "switch", CABLED if transport in (None, "rdma") else carrier
     elif cables or gbps_total is not None:
@@ -151,7 +154,7 @@ def cluster(
         servers,
         nic_gbps=nic_gbps,
         nics=nics,
-        network=_network(network, rails, oversubscription, leaf_size),
+        network=_network(network, rails, oversubscription, leaf_size, pod_size, pod_oversubscription),
         nic_access=nic_access,
         helpers=helpers,
         carrier=carrier,
@@ -281,12 +284,20 @@ def _helper(
 
 
 def _network(
-    network: str | SwitchTree, rails: int | None, oversubscription: float | None, leaf_size: int | None
+    network: str | SwitchTree,
+    rails: int | None,
+    oversubscription: float | None,
+    leaf_size: int | None,
+    pod_size: int | None,
+    pod_oversubscription: float | None,
 ) -> ClusterNetwork | SwitchTree:
     if isinstance(network, str):
-        return ClusterNetwork(network, rails, oversubscription, leaf_size)
-    if rails is not None or leaf_size is not None:
-        raise UsageError("rails and leaf_size do not go with a tree of named switches; leave them out")
+        return ClusterNetwork(network, rails, oversubscription, leaf_size, pod_size, pod_oversubscription)
+    if any(one is not None for one in (rails, leaf_size, pod_size, pod_oversubscription)):
+        raise UsageError(
+            "rails, leaf_size, pod_size and pod_oversubscription do not go with a tree of named switches; leave them "
+            "out"
+        )
     return network if oversubscription is None else replace(network, oversubscription=oversubscription)
 
 
@@ -372,6 +383,8 @@ def cluster_by_kind(
     rails: int | None = None,
     oversubscription: float | None = None,
     leaf_size: int | None = None,
+    pod_size: int | None = None,
+    pod_oversubscription: float | None = None,
     nic_access: str = "pcie",
     transport: str | None = None,
     memory_gbps: float | None = None,
@@ -384,7 +397,8 @@ def cluster_by_kind(
     ----------
     servers : sequence of Server
         As for `cluster`, without names.
-    nic_gbps, nics, network, rails, oversubscription, leaf_size, nic_access, transport, memory_gbps, flow_gbps, name
+    nic_gbps, nics, network, rails, oversubscription, leaf_size, pod_size, pod_oversubscription, nic_access, transport,
+    memory_gbps, flow_gbps, name
         As for `cluster`; ``network`` is one of its kinds. A cluster by kind has no helpers.
 
     Returns
@@ -408,7 +422,7 @@ def cluster_by_kind(
     >>> many.servers, many.size, len(many.cells)
     (12500, 100000, 1)
     """
-    joined = ClusterNetwork(network, rails, oversubscription, leaf_size)
+    joined = ClusterNetwork(network, rails, oversubscription, leaf_size, pod_size, pod_oversubscription)
     made = _wire(
         servers,
         nic_gbps=nic_gbps,

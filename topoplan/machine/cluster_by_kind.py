@@ -2,12 +2,14 @@
 
 A *leaf* holds the servers on one leaf switch; in a network without leaves one leaf holds all of them. Leaves with the
 same numbers of the same kinds are of one *class*, and the servers of one kind in the leaves of a class are a *cell*.
-Any two servers of a cell are equivalent, since a permutation of the leaves of a class, or of the servers of a cell in
-one leaf, maps links to links. So the cost of a plan grows with the cells, not with the servers.
+Pods of a fat tree of three levels hold leaves; those with the same numbers of leaves of the same classes are of one
+class, and leaves of pods of different classes are of different ones. Other networks have one pod. Any two servers of a
+cell are equivalent, since a permutation of the pods of a class, of the leaves of a class in one pod, or of the servers
+of a cell in one leaf, maps links to links. So the cost of a plan grows with the cells, not with the servers.
 
 `ClusterByKind.sample` lists a few servers of each cell under their names in the whole cluster, with uplinks as fast as
 those of the whole. Routes between two servers pass network switches only, so distances and routes in the sample are
-those of the cluster: they depend on whether two servers share the leaf and the cell.
+those of the cluster: they depend on whether two servers share the pod, the leaf and the cell.
 
 Faults make a server a kind of its own (`topoplan.machine.faults_by_kind`), and a leaf with a slow uplink a class of its
 own. A server that has lost all GPUs keeps its number, and is in no cell.
@@ -19,10 +21,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from topoplan.errors import UsageError
-from topoplan.machine.cluster_network import SPINE, ClusterNetwork, join_servers
+from topoplan.machine.cluster_network import ClusterNetwork, join_servers
 from topoplan.machine.nic_wiring import NicPort, WiredServer
 from topoplan.machine.topology import Device, Link, Topology, check_memory
 
@@ -43,12 +45,26 @@ class ServerPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Equivalent servers: ``count`` of one kind in each of ``leaves`` leaves of a class."""
+    """Equivalent servers: ``count`` of one kind in each of ``leaves`` leaves of a class.
+
+    The leaves are in ``pods`` pods of a class, equally many in each, and are counted pod by pod.
+    """
 
     kind: int
     leaf_class: int
     leaves: int
     count: int
+    pod_class: int = 0
+    pods: int = 1
+
+    @property
+    def leaves_in_pod(self) -> int:
+        """Leaves of the class in one pod."""
+        return self.leaves // self.pods
+
+    def pod(self, leaf: int) -> tuple[int, int]:
+        """Return the class and the number of the pod of a leaf of the class."""
+        return self.pod_class, leaf // self.leaves_in_pod
 
     @property
     def servers(self) -> int:
@@ -128,27 +144,56 @@ class ClusterByKind:
         return leaves
 
     @cached_property
-    def _classes(self) -> dict[tuple[object, tuple[tuple[int, int], ...]], list[int]]:
-        """The leaves of each class, by changed uplinks and the numbers of servers of each kind."""
+    def pod_size(self) -> int:
+        """Leaves of a full pod."""
+        return self.network.pod_size or len(self.leaves)
+
+    @cached_property
+    def _classes(self) -> dict[tuple[object, ...], list[int]]:
+        """The leaves of each class, by changed uplinks, the numbers of servers of each kind, and the pod's class."""
         changed = {switch: rates for switch, *rates in self.uplinks}
-        classes: dict[tuple[object, tuple[tuple[int, int], ...]], list[int]] = {}
+        own: list[tuple[object, tuple[tuple[int, int], ...]]] = []
         for number, runs in enumerate(self.leaves):
             counts = Counter[int]()
             for kind, count in runs:
                 counts[kind] += count
             rates = changed.get(f"leaf{number}", [])
-            classes.setdefault((tuple(rates), tuple(sorted(counts.items()))), []).append(number)
+            own.append((tuple(rates), tuple(sorted(counts.items()))))
+        classes: dict[tuple[object, ...], list[int]] = {}
+        for pod, first in enumerate(range(0, len(own), self.pod_size)):
+            members = own[first : first + self.pod_size]
+            rates = changed.get(f"pod{pod}", [])
+            alike = (tuple(rates), frozenset(Counter(members).items())) if self.network.pod_size else ()
+            for number, leaf in enumerate(members, start=first):
+                classes.setdefault((*leaf, alike), []).append(number)
         return classes
+
+    @cached_property
+    def _pod_classes(self) -> list[list[int]]:
+        """The pods of each class, by the pod class of the leaves."""
+        pods = {
+            key[2]: sorted({leaf // self.pod_size for leaf in leaves})
+            for key, leaves in self._classes.items()
+        }
+        return list(pods.values())
+
+    def pod_number(self, pod_class: int, pod: int) -> int:
+        """Return the number in the cluster of a pod of a class."""
+        return self._pod_classes[pod_class][pod]
 
     @cached_property
     def cells(self) -> tuple[Cell, ...]:
         """The cells, by leaf class and kind."""
-        return tuple(
-            Cell(kind, number, len(leaves), count)
-            for number, ((_, counts), leaves) in enumerate(self._classes.items())
-            for kind, count in counts
-            if self.gpus_of_kind[kind]
-        )
+        pod_class = {pods[0]: number for number, pods in enumerate(self._pod_classes)}
+        found = []
+        for number, ((_, counts, _), leaves) in enumerate(self._classes.items()):
+            own = pod_class[leaves[0] // self.pod_size]
+            found += [
+                Cell(kind, number, len(leaves), count, own, len(self._pod_classes[own]))
+                for kind, count in cast("tuple[tuple[int, int], ...]", counts)
+                if self.gpus_of_kind[kind]
+            ]
+        return tuple(found)
 
     @cached_property
     def _first_ranks(self) -> list[tuple[int, int, int]]:
@@ -240,10 +285,10 @@ class ClusterByKind:
         """Return permutations of device names that generate all equivalences of servers of one cell.
 
         They rotate the leaves, and the servers of all leaves at once. None for a cluster of more cells, with
-        servers that have lost all GPUs, or with uplinks of their own rate.
+        servers that have lost all GPUs, with uplinks of their own rate, or with pods.
         """
         cell = self.cells[0]
-        if cell.servers != self.servers or self.uplinks:
+        if cell.servers != self.servers or self.uplinks or self.network.pod_size:
             return None
 
         def leaves(name: str) -> str:
@@ -266,12 +311,17 @@ class ClusterByKind:
         return f"s{leaf * count + (position + positions) % count}.{tail}"
 
     def sample(self, most: int) -> ClusterSample:
-        """Return at most ``most`` leaves of each class with at most ``most`` servers of each cell, joined."""
+        """Return at most ``most`` leaves of each class with at most ``most`` servers of each cell, joined.
+
+        Of a class of several pods, these are at most ``most`` pods. In a tree of three levels, pods and leaves after
+        the first one have one leaf and server fewer, but two or more, since the first has room for all roles in one
+        pod or leaf.
+        """
         chosen: dict[int, ServerPlace] = {}
         weights: dict[int, int] = {}
         for number, cell in enumerate(self.cells):
-            for leaf in range(min(most, cell.leaves)):
-                kept = min(most, cell.count)
+            for leaf in _sampled_leaves(cell, most):
+                kept = min(max(2, most - (leaf > 0)) if self.network.pod_size else most, cell.count)
                 for position in range(kept):
                     server = self.server(ServerPlace(number, leaf, position))
                     chosen[server] = ServerPlace(number, leaf, position)
@@ -314,16 +364,34 @@ class ClusterByKind:
             links += inner
             hosts.append((f"s{server}", ports))
         switches, wires = join_servers(
-            self.network, hosts, nics=self.nics, latency=self.latency, numbers=list(servers), counts=counts
+            self.network,
+            hosts,
+            nics=self.nics,
+            latency=self.latency,
+            numbers=list(servers),
+            counts=counts,
+            below=None if counts is None else self._ports_of_pods,
         )
-        rates = {(switch, SPINE): up for switch, up, _ in self.uplinks}
-        rates |= {(SPINE, switch): back for switch, _, back in self.uplinks}
+        above = self.network.above
+        rates = {(switch, above(switch)): up for switch, up, _ in self.uplinks}
+        rates |= {(above(switch), switch): back for switch, _, back in self.uplinks}
         wires = [
             replace(link, bandwidth=rates.get((link.src, link.dst), link.bandwidth))
             for link in wires
             if rates.get((link.src, link.dst)) != 0
         ]
         return Topology(self.name, (*devices, *switches), (*links, *wires), self.notes, self.source)
+
+    @cached_property
+    def _ports_of_pods(self) -> dict[str, Counter[tuple[float, float]]]:
+        """The rates out and back of all ports below each pod."""
+        found: dict[str, Counter[tuple[float, float]]] = {}
+        for number, runs in enumerate(self.leaves if self.network.pod_size else []):
+            ports = found.setdefault(f"pod{number // self.pod_size}", Counter())
+            for kind, count in runs:
+                for port in self.kinds[kind].ports:
+                    ports[port.built or (port.out, port.back)] += count
+        return found
 
     def leaf_runs(self, leaf: int) -> list[tuple[int, range]]:
         """Return the kind and the servers of every run of a leaf."""
@@ -350,6 +418,15 @@ class ClusterByKind:
         from topoplan.machine.faults_by_kind import with_faults
 
         return with_faults(self, slow_links or {}, without_links, without_devices, without_gpus)
+
+
+def _sampled_leaves(cell: Cell, most: int) -> list[int]:
+    """Return the leaves of a cell's class in a sample."""
+    return [
+        pod * cell.leaves_in_pod + leaf
+        for pod in range(min(most, cell.pods))
+        for leaf in range(min(max(2, most - (pod > 0)), cell.leaves_in_pod))
+    ]
 
 
 @dataclass(frozen=True)
@@ -381,6 +458,32 @@ class ClusterSample:
         place = self.places[server]
         return self.cluster.cells[place.cell].leaf_class, place.leaf
 
+    def pod_of(self, server: int) -> tuple[int, int]:
+        """Return the class of the pod of a server of the sample, and the pod's number in it."""
+        place = self.places[server]
+        return self.cluster.cells[place.cell].pod(place.leaf)
+
+    @cached_property
+    def leaves_of(self) -> dict[int, list[int]]:
+        """The sampled leaves of each class, ascending."""
+        found: dict[int, set[int]] = {}
+        for server in range(len(self.places)):
+            leaf_class, leaf = self.leaf_of(server)
+            found.setdefault(leaf_class, set()).add(leaf)
+        return {leaf_class: sorted(leaves) for leaf_class, leaves in found.items()}
+
+    def switch_names(self, server: int, leaf: int) -> dict[str, str]:
+        """Return the leaf, and the pod, of a server of the sample with those of another leaf of its class."""
+        cluster, cell = self.cluster, self.cluster.cells[self.places[server].cell]
+        if cluster.network.kind != "fat-tree":
+            return {}
+        leaves = (self.places[server].leaf, leaf)
+        own, image = (f"leaf{cluster.leaf_number(cell.leaf_class, one)}" for one in leaves)
+        if cluster.network.pod_size is None:
+            return {own: image}
+        pod, other = (f"pod{cluster.pod_number(*cell.pod(one))}" for one in leaves)
+        return {own: image, pod: other}
+
     @cached_property
     def class_of(self) -> dict[str, tuple[object, ...]]:
         """Equivalence class of every device of the topology."""
@@ -390,6 +493,10 @@ class ClusterSample:
             home = link.src.split(".")[0]
             if home in server and "." not in link.dst:
                 leaves[link.dst] = self.cluster.cells[server[home].cell].leaf_class
+        pods = {
+            f"pod{self.cluster.pod_number(*self.pod_of(one))}": self.pod_of(one)[0]
+            for one in range(len(self.places) if self.cluster.network.pod_size else 0)
+        }
         fat = self.cluster.network.kind == "fat-tree"
         return {
             device.name: (
@@ -397,6 +504,8 @@ class ClusterSample:
                 if device.server in server
                 else ("leaf", leaves[device.name])
                 if fat and device.name in leaves
+                else ("pod", pods[device.name])
+                if device.name in pods
                 else ("switch", device.name)
             )
             for device in self.topology.devices
@@ -419,11 +528,13 @@ class ClusterSample:
         return tuple(classes), tuple(counts)
 
     def count(self, of: tuple[object, ...]) -> int:
-        """Return the number of servers or leaves in whose class a device is; 1 for a switch of all."""
+        """Return the number of servers, leaves or pods in whose class a device is; 1 for a switch of all."""
         if of[0] == "switch":
             return 1
         cells = self.cluster.cells
         if of[0] == "leaf":
             return next(cell.leaves for cell in cells if cell.leaf_class == of[1])
+        if of[0] == "pod":
+            return next(cell.pods for cell in cells if cell.pod_class == of[1])
         assert isinstance(of[0], int), "devices of servers are named by their cell"
         return cells[of[0]].servers

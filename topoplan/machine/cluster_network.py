@@ -158,12 +158,16 @@ NETWORKS = ("switch", "rail-optimised", "fat-tree")
 
 SPINE = "spine0"
 
+CORE = "core0"
+
 MOST_OVERSUBSCRIPTION = 1000.0
 
 _BELONGS = {
     "rails": ("rail-optimised",),
     "oversubscription": ("rail-optimised", "fat-tree"),
     "leaf_size": ("fat-tree",),
+    "pod_size": ("fat-tree",),
+    "pod_oversubscription": ("fat-tree",),
 }
 
 
@@ -173,13 +177,17 @@ class ClusterNetwork:
 
     ``rails`` None makes one for each NIC of the server with most. ``oversubscription`` is downlinks over uplinks of a
     leaf or rail, 1 or more; None is 1 for a fat tree, and leaves rails unjoined. ``leaf_size`` is the servers on each
-    leaf of a fat tree. UsageError if the kind is unknown, or a field is missing, out of range or of another kind.
+    leaf of a fat tree. ``pod_size`` is the leaves in each pod of a fat tree of three levels, whose leaves are joined by
+    a switch ``pod<i>``, and the pods by ``core0``; ``pod_oversubscription`` is downlinks over uplinks of a pod, 1 if
+    None. UsageError if the kind is unknown, or a field is missing, out of range or of another kind.
     """
 
     kind: str = "switch"
     rails: int | None = None
     oversubscription: float | None = None
     leaf_size: int | None = None
+    pod_size: int | None = None
+    pod_oversubscription: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind == "cables":
@@ -196,7 +204,14 @@ class ClusterNetwork:
                 )
         check_count("rails", self.rails)
         check_count("leaf_size", self.leaf_size)
+        check_count("pod_size", self.pod_size)
         _check_ratio(self.oversubscription)
+        _check_ratio(self.pod_oversubscription, "pod_oversubscription")
+        if self.pod_oversubscription is not None and self.pod_size is None:
+            raise UsageError(
+                f"pod_oversubscription {self.pod_oversubscription:g} needs pod_size (--pod-size), the number of leaves "
+                "in each pod"
+            )
         if self.kind == "fat-tree" and self.leaf_size is None:
             raise UsageError(
                 "a fat tree needs leaf_size (--leaf-size), the number of servers on each leaf switch"
@@ -206,6 +221,13 @@ class ClusterNetwork:
     def has_spine(self) -> bool:
         """Whether a spine may join leaves or rails."""
         return self.kind == "fat-tree" or self.oversubscription is not None
+
+    def above(self, switch: str) -> str:
+        """Return the switch above a leaf, rail or pod."""
+        if self.pod_size is None:
+            return SPINE
+        number = int(switch.lstrip("leafpod"))
+        return CORE if switch.startswith("pod") else f"pod{number // self.pod_size}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,13 +255,15 @@ def join_servers(
     latency: float | None = None,
     numbers: Sequence[int] | None = None,
     counts: Sequence[int] | None = None,
+    below: Mapping[str, Mapping[tuple[float, float], int]] | None = None,
 ) -> tuple[list[Device], list[Link]]:
     """Return the switches, and the links to and among them.
 
     ``servers`` are names with ports, whose devices have their names in the cluster; ``nics`` are those of the server
     with most, in use or not; ``latency`` is in seconds, for the wires of NICs. ``numbers`` are the servers' numbers, by
     default 0, 1 and so on; ``counts`` is how many servers each represents on its switches, by default one: the uplinks
-    are those of all. UsageError for more rails than NICs, or for servers that cannot reach each other.
+    are those of all. ``below`` is for each pod the rates out and back of all ports below it, None if the servers are
+    all. UsageError for more rails than NICs, or for servers that cannot reach each other.
     """
     if isinstance(network, SwitchTree):
         return _join_tree(network, servers, latency)
@@ -259,8 +283,18 @@ def join_servers(
     if network.has_spine and len(switches) > 1:
         ratio = exact(network.oversubscription or 1.0)
         for switch in switches:
-            links += _uplinks(switch, down[switch], ratio)
-        switches.append(SPINE)
+            links += _uplinks(switch, down[switch], ratio, network.above(switch))
+        pods = list(dict.fromkeys(network.above(switch) for switch in switches))
+        if network.pod_size is not None and len(pods) > 1:
+            ratio *= exact(network.pod_oversubscription or 1.0)
+            for pod in pods:
+                inside = Counter[tuple[float, float]]()
+                for switch in switches:
+                    if network.above(switch) == pod:
+                        inside.update(down[switch])
+                links += _uplinks(pod, inside if below is None else below[pod], ratio, CORE)
+            pods.append(CORE)
+        switches += pods
     else:
         _check_reach([name for name, _ in servers], homes)
     return [Device(switch, "switch") for switch in switches], links
@@ -285,10 +319,10 @@ def _plugged(
     return links, down
 
 
-def _check_ratio(ratio: float | None) -> None:
+def _check_ratio(ratio: float | None, name: str = "oversubscription") -> None:
     if ratio is not None and not (is_number(ratio) and 1 <= ratio <= MOST_OVERSUBSCRIPTION):
         raise UsageError(
-            f"oversubscription {str(ratio)[:40]} must be a number from 1 (none) to {MOST_OVERSUBSCRIPTION:g}"
+            f"{name} {str(ratio)[:40]} must be a number from 1 (none) to {MOST_OVERSUBSCRIPTION:g}"
         )
 
 
@@ -341,7 +375,7 @@ def _switch(network: ClusterNetwork, server: int, nic: int, rails: int) -> str:
 
 
 def _uplinks(
-    switch: str, down: Mapping[tuple[float, float], int], ratio: Fraction, above: str = SPINE
+    switch: str, down: Mapping[tuple[float, float], int], ratio: Fraction, above: str
 ) -> tuple[Link, Link]:
     up = sum(exact(out) * number for (out, _), number in down.items()) / ratio
     back = sum(exact(back) * number for (_, back), number in down.items()) / ratio

@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 
 from topoplan.errors import UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind
-from topoplan.machine.cluster_network import SPINE
 from topoplan.machine.nic_wiring import WiredServer
 from topoplan.machine.topology import Link, Topology, without_named
 from topoplan.machine.variants import slow_links, without_devices, without_links
 from topoplan.units import counted
 
-_SERVER, _LEAF = re.compile(r"(?:^|[->])s(\d{1,9})\."), re.compile(r"(?:^|[->])leaf(\d{1,9})(?=$|-)")
-"""Servers and leaves in the names of devices and links."""
+_SERVER = re.compile(r"(?:^|[->])s(\d{1,9})\.")
+_LEAF, _POD = (re.compile(rf"(?:^|[->]){name}(\d{{1,9}})(?=$|-)") for name in ("leaf", "pod"))
+"""Servers, leaves and pods in the names of devices and links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,11 @@ def named_servers(cluster: ClusterByKind, names: Iterable[str], ranks: Iterable[
     last = -(-cluster.servers // cluster.leaf_size)
     leaves = {server // cluster.leaf_size for server in named}
     leaves |= {int(leaf) for name in names for leaf in _LEAF.findall(name) if int(leaf) < last}
-    # Without a second leaf there would be no spine.
+    # Without a second leaf, or pod, there would be no switch above.
     leaves |= set(range(min(2, last)))
+    if cluster.network.pod_size:
+        pods = {int(pod) for name in names for pod in _POD.findall(name)}
+        leaves |= {first for pod in (0, 1, *pods) if (first := pod * cluster.pod_size) < last}
     counts: dict[int, int] = {}
     for leaf in leaves:
         for _, members in cluster.leaf_runs(leaf):
@@ -191,16 +194,23 @@ def _uplinks_after(
     """Return the uplinks that faults have changed; UsageError for a leaf that has lost one."""
     rate, rest = ({(link.src, link.dst): link.bandwidth for link in one.links} for one in (before, left))
     changed = {switch: (up, back) for switch, up, back in cluster.uplinks}
-    switches = {end for ends in rate if SPINE in ends for end in ends} - {SPINE}
-    for switch in sorted(switches):
-        ways = ((switch, SPINE), (SPINE, switch))
+    above = cluster.network.above
+    uplinks = {
+        (device.name, above(device.name))
+        for device in before.devices
+        if device.kind == "switch" and device.name.startswith(("leaf", "pod", "rail"))
+    }
+    for switch, top in sorted(uplinks):
+        ways = ((switch, top), (top, switch))
+        if not rate.keys() & set(ways):
+            continue
         up, back = (rest.get(ends, 0.0) for ends in ways)
         if [up, back] == [rate.get(ends, 0.0) for ends in ways]:
             continue
         changed[switch] = (up, back)
         if cluster.network.kind == "fat-tree" and not (up and back):
             raise UsageError(
-                f"{switch} must have links with {SPINE} both ways, got {up:g} GB/s up and {back:g} GB/s down; "
+                f"{switch} must have links with {top} both ways, got {up:g} GB/s up and {back:g} GB/s down; "
                 "leave them in, or take out the GPUs of its servers alone"
             )
     return tuple((switch, *rates) for switch, rates in sorted(changed.items()))

@@ -21,11 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.errors import PlanError, UsageError
-from topoplan.machine.cluster_by_kind import ClusterSample, ServerPlace
+from topoplan.machine.cluster_by_kind import Cell, ClusterSample, ServerPlace
 from topoplan.model.closed_form import Pipeline, Timeline, pipeline, timeline
 from topoplan.model.dataflow import Dataflow, Indices, Starters, flow_of
 from topoplan.plans.kind_exchange import KindPath, placings
-from topoplan.plans.kind_templates import KindTemplate, beside_root, centre_of, image_count, represented
+from topoplan.plans.kind_templates import (
+    KindTemplate,
+    LeafGroups,
+    beside_root,
+    centre_of,
+    image_count,
+    represented,
+)
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import Shard, Stage
 
@@ -204,10 +211,13 @@ class _Pairs:
 def servers_of(sample: ClusterSample, cell: int) -> tuple[Indices, Indices]:
     """Return leaf and position of the servers of a cell whose routes are counted: all, or `SOURCES`."""
     own = sample.cluster.cells[cell]
-    leaves = own.leaves if own.servers <= SOURCES else min(own.leaves, _LEAVES)
-    positions = min(own.count, max(1, SOURCES // leaves))
-    # The last leaf is next to the first one.
-    kept = np.unique([*range(leaves - 1), own.leaves - 1])
+    every, (pods, leaves) = own.servers <= SOURCES, (own.pods, own.leaves_in_pod)
+    # The last leaf, or pod, is next to the first one.
+    few_pods, few = (
+        np.unique([*range(size if every else min(size, _LEAVES) - 1), size - 1]) for size in (pods, leaves)
+    )
+    kept = (few_pods[:, None] * leaves + few).ravel()
+    positions = own.count if every else min(own.count, max(1, SOURCES // len(kept)))
     return np.repeat(kept, positions), np.tile(np.arange(positions), len(kept))
 
 
@@ -257,7 +267,13 @@ class RoleImages:
             first = parent.leaf * self.middle.count + parent.position
             return np.arange(first, self.home.leaves * self.block, self.middle.servers)
         same = there.leaf == here.leaf
-        start = (parent.leaf - (not same)) % self.middle.leaves * self.block
+        size = self.middle.leaves_in_pod
+        leaf = parent.leaf
+        if self.middle.pod(there.leaf) != self.middle.pod(here.leaf):
+            leaf = (leaf - size) % self.middle.leaves
+        elif not same:
+            leaf = leaf - leaf % size + (leaf % size - 1) % size
+        start = leaf * self.block
         if there.cell != here.cell:
             return np.arange(start + parent.position, start + self.block, self.middle.count)
         start += (parent.position - same) % self.middle.count * roles.shifts
@@ -309,10 +325,34 @@ class RoleImages:
             return images(root[0], leaf, own.leaves, near) - is_root - beside - passing
         if slot == sample.leaf_of(roles.centre):
             return images(centre[0], leaf, own.leaves, far) - at_place(centre, in_cell)
-        held = images(root[0], leaf, own.leaves, near) + images(centre[0], leaf, own.leaves, far & ~joined)
+        pods, size = own.pods, own.leaves_in_pod
+        root_pod, centre_pod, child_pod = (
+            sample.pod_of(one) for one in (roles.root, roles.centre, roles.child)
+        )
+
+        def in_group(at: Indices, of: Indices, many: int) -> Indices:
+            """Return how many images have each of some numbers, and the child's leaf in its group of leaves."""
+
+            def in_pod(held: Indices, cell: Cell) -> Indices:
+                pod = held // cell.leaves_in_pod * many + at
+                return images(pod, leaf // size * many + of, pods * many, cell.pod_class == own.pod_class)
+
+            def in_leaf(held: Indices, kept: NDArray[np.bool_] | bool) -> Indices:
+                return images(held * many + at, leaf * many + of, own.leaves * many, kept)
+
+            beside = in_leaf(centre[0], far & ~joined)
+            if child_pod == root_pod:
+                free = in_pod(root[0], self.home) - in_leaf(root[0], near)
+                return free - beside if centre_pod == root_pod else free
+            if child_pod == centre_pod:
+                return in_pod(centre[0], self.middle) - beside
+            free = images(at, of, many, kept=True) - in_pod(root[0], self.home)
+            return free if centre_pod == root_pod else free - in_pod(centre[0], self.middle)
+
         entered = np.zeros_like(leaf)
-        if any(sample.places[entry].cell == cell for entry in self.far):
-            turn = number % self.block % own.count
-            taken = at_place((root[0], turn), near) + at_place((centre[0], turn), far & ~joined)
-            entered = images(turn, position, own.count, kept=True) - taken
-        return entered if roles.child in self.far else len(number) - held - entered
+        groups = LeafGroups(sample, roles.root, roles.centre)
+        if any(sample.places[one].cell == cell and groups.alike(one, roles.child) for one in self.far):
+            entered = in_group(number % self.block % own.count, position, own.count)
+        if roles.child in self.far:
+            return entered
+        return in_group(np.zeros_like(number), np.zeros_like(leaf), 1) - entered

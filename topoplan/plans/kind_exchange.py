@@ -1,19 +1,22 @@
 """The even all-to-all of a cluster by kind: templates of paths on a sample of its servers, and the images of these.
 
 Pairs of ranks with equal cells and GPU numbers are one *commodity* if both are on one server, or both on two servers of
-one leaf, or both in two leaves. A template is a path over a `ClusterSample`, for a part of the block of every pair of
-one commodity. It may pass other ranks: of the source's server, of the destination's, or of a third one.
+one leaf, or both in two leaves of one pod, or both in two pods. A template is a path over a `ClusterSample`, for a part
+of the block of every pair of one commodity. It may pass other ranks: of the source's server, of the destination's, or
+of a third one.
 
-The images of a template are its orbit under the permutations of the leaves of every class, and of the servers of every
-cell in a leaf. So the source is each server of its cell, the destination each server in the same relation to it, and
-each other server of the path every one that is placed like it: in the source's leaf, the destination's, or another one
-of a class. Equal servers stay equal, and different ones different. Every pair of a commodity has equally many images,
-with equal parts of its block. The group maps each link of a class to every other, so all links of a class carry the
-same: the pairs, times the links of the class on the path, divided by the number of links of the class.
+The images of a template are its orbit under the permutations of the pods of every class, of the leaves of every class
+in a pod, and of the servers of every cell in a leaf. So the source is each server of its cell, the destination each
+server in the same relation to it, and each other server of the path every one that is placed like it: in the source's
+leaf, the destination's, or another one of a class, in the source's pod, the destination's, or another one. Equal
+servers stay equal, and different ones different. Every pair of a commodity has equally many images, with equal parts of
+its block. The group maps each link of a class to every other, so all links of a class carry the same: the pairs, times
+the links of the class on the path, divided by the number of links of the class.
 
-Images are numbered in a mixed radix. Each server of the path has two digits, the source first and the destination
-second, the most significant digit first: its leaf among those of the class that no earlier server has, if its leaf is
-new, and its position among those of the cell in that leaf that no earlier server has.
+Images are numbered in a mixed radix. Each server of the path has three digits, the source first and the destination
+second, the most significant digit first: its pod among those of the class that no earlier server has, if its pod is
+new, its leaf among those of the class in the pod that no earlier server has, if its leaf is new, and its position among
+those of the cell in that leaf that no earlier server has.
 """
 
 from __future__ import annotations
@@ -47,27 +50,32 @@ class KindPath:
         return path_ends(Shard(self.share, self.stages))
 
 
-def radices(sample: ClusterSample, servers: Iterable[int]) -> list[tuple[int, int]]:
-    """Return how many leaves, and how many positions there, each of some servers may take after those before."""
+def radices(sample: ClusterSample, servers: Iterable[int]) -> list[tuple[int, int, int]]:
+    """Return how many pods, leaves there, and positions there each of some servers may take after those before."""
     cells, places = sample.cluster.cells, sample.places
-    leaves: dict[int, set[int]] = {}
+    pods: dict[int, set[int]] = {}
+    leaves: dict[tuple[int, int], set[int]] = {}
     taken: dict[tuple[int, int], int] = {}
     found = []
     for server in servers:
         place = places[server]
         cell = cells[place.cell]
-        known = leaves.setdefault(cell.leaf_class, set())
-        free = 1 if place.leaf in known else cell.leaves - len(known)
+        pod_class, pod = cell.pod(place.leaf)
+        passed = pods.setdefault(pod_class, set())
+        free_pods = 1 if pod in passed else cell.pods - len(passed)
+        passed.add(pod)
+        known = leaves.setdefault((cell.leaf_class, pod), set())
+        free = 1 if place.leaf in known else cell.leaves_in_pod - len(known)
         known.add(place.leaf)
         before = taken.get(place[:2], 0)
         taken[place[:2]] = before + 1
-        found.append((free, cell.count - before))
+        found.append((free_pods, free, cell.count - before))
     return found
 
 
 def placings(sample: ClusterSample, servers: Sequence[int]) -> int:
     """Return in how many ways servers are placed like some of the sample; one named twice counts once."""
-    return prod(leaves * positions for leaves, positions in radices(sample, dict.fromkeys(servers)))
+    return prod(prod(digits) for digits in radices(sample, dict.fromkeys(servers)))
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class PathImages:
         return [self.sample.server_of(self.fabric.ranks[rank]) for rank in self.template.ends]
 
     @cached_property
-    def _digits(self) -> list[tuple[int, int]]:
+    def _digits(self) -> list[tuple[int, int, int]]:
         return radices(self.sample, self._servers)
 
     @cached_property
@@ -141,18 +149,25 @@ class PathImages:
         """Return for every server of the sample on the path its place in one image."""
         places, cells = self.sample.places, self.sample.cluster.cells
         digits = []
-        for leaves, positions in reversed(self._digits):
+        for pods, leaves, positions in reversed(self._digits):
             number, position = divmod(number, positions)
             number, leaf = divmod(number, leaves)
-            digits.append((leaf, position))
-        leaf_at: dict[int, dict[int, int]] = {}
+            number, pod = divmod(number, pods)
+            digits.append((pod, leaf, position))
+        pod_at: dict[int, dict[int, int]] = {}
+        leaf_at: dict[tuple[int, int], dict[int, int]] = {}
         found: dict[int, ServerPlace] = {}
-        for server, (leaf, position) in zip(self._servers, reversed(digits), strict=True):
+        for server, (pod, leaf, position) in zip(self._servers, reversed(digits), strict=True):
             place = places[server]
-            known = leaf_at.setdefault(cells[place.cell].leaf_class, {})
+            cell = cells[place.cell]
+            pod_class, own = cell.pod(place.leaf)
+            passed = pod_at.setdefault(pod_class, {})
+            if own not in passed:
+                passed[own] = _free(pod, passed.values())
+            known = leaf_at.setdefault((cell.leaf_class, own), {})
             if place.leaf not in known:
                 known[place.leaf] = _free(leaf, known.values())
-            at = known[place.leaf]
+            at = passed[own] * cell.leaves_in_pod + known[place.leaf]
             taken = [one.position for one in found.values() if one[:2] == (place.cell, at)]
             found[server] = ServerPlace(place.cell, at, _free(position, taken))
         return found
@@ -164,11 +179,8 @@ class PathImages:
         server_at = {server: cluster.server(place) for server, place in found.items()}
         names = {f"s{sample.numbers[server]}": f"s{image}" for server, image in server_at.items()}
         leaves: dict[str, str] = {}
-        if cluster.network.kind == "fat-tree":
-            for server, place in found.items():
-                leaf_class, leaf = sample.leaf_of(server)
-                own, image = (cluster.leaf_number(leaf_class, one) for one in (leaf, place.leaf))
-                leaves[f"leaf{own}"] = f"leaf{image}"
+        for server, place in found.items():
+            leaves |= sample.switch_names(server, place.leaf)
 
         def rank(of: int) -> int:
             return cluster.first_rank(server_at[self._home[of]]) + self._local[of]

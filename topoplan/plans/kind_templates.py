@@ -3,15 +3,17 @@
 A template is a tree (or a pair) over a `ClusterSample`. Three roles of servers are *marked*: the *root*, which has the
 root rank; the *centre*, which sends to other servers (the root itself, or a server that has the data from the root);
 and *entries*, each of which passes the data on to the servers of its leaf: the root's, if the centre is in another one,
-or all that have neither root nor centre. Every other server of the sample stands for
-all servers of its cell that are placed like it: in the root's leaf, in the centre's, or in any other leaf of a class.
+or all that have neither root nor centre. Every other server of the sample stands for all servers of its cell that are
+placed like it: in the root's leaf, in the centre's, or in any other leaf of a class, in the root's pod, in the
+centre's, or in any other pod of a class.
 
 The images of a template have numbers x = i S + s, where server i of the root's cell is the root (leaf by leaf), s is
 from 0 to S - 1, and S are the template's *shifts*. With q = x mod (c S), where c is the cell's servers in a leaf:
 
 - A centre in the root's cell and leaf follows the root: position p + 1 mod c. In another cell of the leaf it has
-  position q mod its count. In another leaf of the class it is in the next leaf, at the root's position if its cell is
-  the root's and at q mod its count else. In another class it is server x mod the cell's servers.
+  position q mod its count. In another leaf of the class it is in the next leaf of the pod, or in the same leaf of the
+  next pod, at the root's position if its cell is the root's and at q mod its count else. In another class it is server
+  x mod the cell's servers; the two classes of leaves must then be of different classes of pods, or of one pod.
 - An entry has position q mod its count in every leaf that it stands for. One of the root's cell, in the root's leaf,
   follows the root: position p + 1 mod c.
 
@@ -32,13 +34,22 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from topoplan.machine.cluster_by_kind import ClusterSample, ServerPlace
+from topoplan.machine.cluster_by_kind import Cell, ClusterByKind, ClusterSample, ServerPlace
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.loads import edge_links
 from topoplan.plans.shards import Edge, Shard, Stage
 
 SAMPLE = 3
 """Leaves of a class, and servers of a cell in a leaf, in the sample: root, centre, and one that stands for others."""
+
+
+def template_sample(cluster: ClusterByKind, *, rooted: bool) -> ClusterSample:
+    """Return the servers on which templates stand.
+
+    With a root, whose server is a cell of its own, no cell, leaf class or pod class has root, centre and others at
+    once; in three levels, two of each are then enough.
+    """
+    return cluster.sample(SAMPLE - (rooted and cluster.network.pod_size is not None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +73,64 @@ class KindTemplate:
         return tuple(dict.fromkeys((self.root, self.centre, *self.entries)))
 
 
+@dataclass(frozen=True)
+class LeafGroups:
+    """Groups of leaves that are placed alike to the leaves of root and centre of a template, and the size of each."""
+
+    sample: ClusterSample
+    root: int
+    centre: int
+
+    @cached_property
+    def held(self) -> set[tuple[int, int]]:
+        """The leaves of root and centre."""
+        return {self.sample.leaf_of(server) for server in (self.root, self.centre)}
+
+    @cached_property
+    def held_pods(self) -> set[tuple[int, int]]:
+        """The pods of root and centre."""
+        return {self.sample.pod_of(server) for server in (self.root, self.centre)}
+
+    def size(self, cell: Cell, leaf: int) -> int:
+        """Return for how many leaves a leaf of the sample, of the class of a cell, stands."""
+        if (cell.leaf_class, leaf) in self.held:
+            return 1
+        if cell.pod(leaf) in self.held_pods:
+            others = (one for leaf_class, one in self.held if leaf_class == cell.leaf_class)
+            return cell.leaves_in_pod - sum(cell.pod(one) == cell.pod(leaf) for one in others)
+        held = sum(pod_class == cell.pod_class for pod_class, _ in self.held_pods)
+        return (cell.pods - held) * cell.leaves_in_pod
+
+    def alike(self, one: int, other: int) -> bool:
+        """Return whether two servers, in no leaf of root or centre, are both in one held pod, or both in none."""
+        first, second = self.sample.pod_of(one), self.sample.pod_of(other)
+        return first == second or not {first, second} & self.held_pods
+
+    def slots(self, cell: Cell) -> list[int]:
+        """Return the sampled leaves of a cell's class that stand for others: those held, one of each group."""
+        found: dict[tuple[int, ...], int] = {}
+        for leaf in self.sample.leaves_of[cell.leaf_class]:
+            pod = cell.pod(leaf)
+            if (cell.leaf_class, leaf) in self.held:
+                found[0, leaf] = leaf
+            else:
+                found.setdefault((1, *(pod if pod in self.held_pods else ())), leaf)
+        return [found[group] for group in sorted(found)]
+
+
 def represented(sample: ClusterSample, template: KindTemplate) -> dict[int, int]:
     """Return how many servers each server of the sample stands for in the trees of a template.
 
     Servers of the sample that the trees need not reach are left out.
     """
     cells, places = sample.cluster.cells, sample.places
-    held = {sample.leaf_of(server) for server in (template.root, template.centre)}
+    groups = LeafGroups(sample, template.root, template.centre)
     found: dict[int, int] = {}
     for server in template.marked:
-        leaf_class, _ = leaf = sample.leaf_of(server)
-        others = sum(one == leaf_class for one, _ in held)
-        found[server] = 1 if leaf in held else cells[places[server].cell].leaves - others
+        found[server] = groups.size(cells[places[server].cell], places[server].leaf)
     for number, cell in enumerate(cells):
-        slots = [slot for one, slot in sorted(held) if one == cell.leaf_class]
-        free = next((slot for slot in range(min(SAMPLE, cell.leaves)) if slot not in slots), None)
-        for slot in [*slots, *([] if free is None else [free])]:
-            leaves = 1 if slot in slots else cell.leaves - len(slots)
+        for slot in groups.slots(cell):
+            leaves = groups.size(cell, slot)
             within = [
                 server for server, place in enumerate(places) if place.cell == number and place.leaf == slot
             ]
@@ -113,9 +165,16 @@ def entry_allowed(sample: ClusterSample, root: int, centre: int, entry: int) -> 
     """Return whether an entry is equally often at each of its positions: not always beside a centre of its class."""
     cells, places = sample.cluster.cells, sample.places
     home, middle, own = (cells[places[server].cell] for server in (root, centre, entry))
-    if middle.leaf_class in (home.leaf_class,) or own.leaf_class != middle.leaf_class:
-        return True
-    return middle.count % own.count == 0
+    # A centre that goes round the pods of a class says which of their leaves are beside it.
+    follows = own.pod_class == middle.pod_class if middle.pods > 1 else own.leaf_class == middle.leaf_class
+    return middle.leaf_class == home.leaf_class or not follows or middle.count % own.count == 0
+
+
+def centre_allowed(sample: ClusterSample, root: int, centre: int) -> bool:
+    """Return whether a centre of another class is always in the root's pod, or never."""
+    home, middle = (sample.cluster.cells[sample.places[server].cell] for server in (root, centre))
+    same = middle.leaf_class == home.leaf_class or middle.pod_class != home.pod_class
+    return same or middle.pods == 1
 
 
 def image_count(sample: ClusterSample, template: KindTemplate) -> int:
@@ -184,7 +243,12 @@ def centre_of(
     turn = number % (home.count * template.shifts) % own.count
     if there.leaf == here.leaf:
         return leaf, (position + 1) % own.count if there.cell == here.cell else turn
-    return (leaf + 1) % own.leaves, position if there.cell == here.cell else turn
+    size = own.leaves_in_pod
+    if own.pod(there.leaf) == own.pod(here.leaf):
+        leaf = leaf - leaf % size + (leaf % size + 1) % size
+    else:
+        leaf = (leaf + size) % own.leaves
+    return leaf, position if there.cell == here.cell else turn
 
 
 @dataclass(frozen=True)
@@ -211,6 +275,21 @@ class TemplateImages:
         if template.centre != template.root:
             role[template.centre] = [centre]
         held = {(cells[place.cell].leaf_class, place.leaf) for place in (root, centre)}
+        pods = {
+            sample.pod_of(server): cells[place.cell].pod(place.leaf)
+            for server, place in ((template.root, root), (template.centre, centre))
+        }
+
+        def alike(server: int) -> list[int]:
+            """Return the leaves of images of a server of the sample that is in no leaf of root or centre."""
+            own, pod = cells[places[server].cell], pods.get(sample.pod_of(server))
+            return [
+                at
+                for at in range(own.leaves)
+                if (own.leaf_class, at) not in held
+                and (own.pod(at) not in pods.values() if pod is None else own.pod(at) == pod)
+            ]
+
         for entry in template.entries:
             cell = places[entry].cell
             own = cells[cell]
@@ -218,11 +297,7 @@ class TemplateImages:
                 at_root = (position + 1) % own.count if cell == root.cell else turn % own.count
                 role[entry] = [ServerPlace(cell, leaf, at_root)]
                 continue
-            role[entry] = [
-                ServerPlace(cell, at, turn % own.count)
-                for at in range(own.leaves)
-                if (own.leaf_class, at) not in held
-            ]
+            role[entry] = [ServerPlace(cell, at, turn % own.count) for at in alike(entry)]
         taken = {place for marked in role.values() for place in marked}
         slots = {sample.leaf_of(template.root): (cells[root.cell].leaf_class, root.leaf)}
         slots[sample.leaf_of(template.centre)] = (cells[centre.cell].leaf_class, centre.leaf)
@@ -232,11 +307,7 @@ class TemplateImages:
             cell = places[server].cell
             own = cells[cell]
             at_slot = slots.get(sample.leaf_of(server))
-            leaves = (
-                [at for at in range(own.leaves) if (own.leaf_class, at) not in held]
-                if at_slot is None
-                else [at_slot[1]]
-            )
+            leaves = alike(server) if at_slot is None else [at_slot[1]]
             found = (ServerPlace(cell, at, place) for at in leaves for place in range(own.count))
             role[server] = [place for place in found if place not in taken]
             assert len(role[server]) == count, "the rule covers every server once"
@@ -298,7 +369,7 @@ class TemplateImages:
                         f"s{sample.numbers[child]}": f"s{server}",
                         f"s{sample.numbers[parent]}": f"s{above[0]}",
                     }
-                    leaves = self._leaf_names(edge, child, parent, (leaf_class, leaf), above[1:])
+                    leaves = sample.switch_names(parent, above[2]) | sample.switch_names(child, leaf)
                     edges.append(
                         Edge(
                             cluster.first_rank(above[0]) + local[edge.parent],
@@ -311,17 +382,6 @@ class TemplateImages:
             made = Stage(stage.op, cluster.first_rank(root) + local[stage.root], tuple(edges))
             stages.append(Stage(made.op, made.root, made.top_down()))
         return Shard(self.share_each, tuple(stages))
-
-    def _leaf_names(
-        self, edge: Edge, child: int, parent: int, below: tuple[int, int], above: tuple[int, int]
-    ) -> dict[str, str]:
-        sample, cluster = self.sample, self.sample.cluster
-        if cluster.network.kind != "fat-tree":
-            return {}
-        return {
-            f"leaf{cluster.leaf_number(*sample.leaf_of(server))}": f"leaf{cluster.leaf_number(*leaf)}"
-            for server, leaf in ((parent, above), (child, below))
-        }
 
 
 def local_numbers(home: Sequence[int]) -> list[int]:

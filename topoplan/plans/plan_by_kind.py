@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from math import lcm
-from typing import cast
+from typing import Any, cast
 
 from topoplan.errors import PlanError, TopologyError, UsageError
 from topoplan.machine.cluster_by_kind import MOST_SERVERS, ClusterByKind, ClusterSample
@@ -40,11 +40,11 @@ from topoplan.plans.file_values import (
 )
 from topoplan.plans.kind_exchange import KindPath, PathImages
 from topoplan.plans.kind_templates import (
-    SAMPLE,
     ClassCrossings,
     KindTemplate,
     TemplateImages,
     share_units,
+    template_sample,
 )
 from topoplan.plans.plan import ALL_TO_ALL, PLAN_FORMAT_2, Plan, collective_name
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage, path_ends
@@ -97,7 +97,7 @@ class PlanByKind:
         made = replace(self, templates=templates, notes=self.cluster.notes)
         # Caches of what does not depend on the templates.
         kept: dict[str, object] = {
-            key: self.__dict__[key] for key in self.__dict__.keys() & {"sample", "fabric"}
+            key: self.__dict__[key] for key in self.__dict__.keys() & {"sample", "fabric", "_classes"}
         }
         made.__dict__.update(kept)
         rate, bound = made.exact_rate(), made.exact_bound()
@@ -112,12 +112,17 @@ class PlanByKind:
     @cached_property
     def sample(self) -> ClusterSample:
         """The servers on which the templates stand."""
-        return self.cluster.sample(SAMPLE)
+        return template_sample(self.cluster, rooted=self.root is not None)
 
     @cached_property
     def fabric(self) -> Fabric:
         """The links of the sample that the plan may use."""
         return Fabric(self.sample.topology.settled(), self.channels)
+
+    @cached_property
+    def _classes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The class of each link of the sample, and how many links of each class the cluster has."""
+        return self.sample.link_classes(self.fabric.links)
 
     @property
     def size(self) -> int:
@@ -162,7 +167,7 @@ class PlanByKind:
 
     def link_loads(self) -> list[Fraction]:
         """Return the bytes that cross each link of the sample, in the whole cluster, for each byte of the buffer."""
-        classes, counts = self.sample.link_classes(self.fabric.links)
+        classes, counts = self._classes
         totals = [Fraction(0)] * len(counts)
         for row, load in self._loads(classes):
             totals[row] += load
@@ -193,7 +198,7 @@ class PlanByKind:
 
     def exact_bound(self) -> Fraction:
         """Return the bound in GB/s that the lengths prove; PlanError if they prove nothing."""
-        classes, counts = self.sample.link_classes(self.fabric.links)
+        classes, counts = self._classes
         number = self.fabric.link_index
         of_class: dict[int, Fraction] = {}
         for src, dst, value in self.lengths:
@@ -207,7 +212,8 @@ class PlanByKind:
                 raise PlanError(f"the certificate's length of {src}->{dst} {fault}")
             of_class[row] = value
         unit = lcm(*(value.denominator for value in of_class.values()))
-        lengths = [int(of_class.get(row, Fraction(0)) * unit) for row in classes]
+        whole = {row: int(value * unit) for row, value in of_class.items()}
+        lengths = [whole.get(row, 0) for row in classes]
         capacity = dict(zip(classes, self.fabric.capacity, strict=True))
         total = sum((capacity[row] * counts[row] * value for row, value in of_class.items()), Fraction(0))
         forest = forest_at_least(self.sample, self.fabric, lengths, self.collective, self.sample_root) / unit
@@ -217,7 +223,7 @@ class PlanByKind:
 
     def explain_bound(self) -> str:
         """Return one sentence on the bottleneck: the classes of links with a length, and how many links they have."""
-        classes, counts = self.sample.link_classes(self.fabric.links)
+        classes, counts = self._classes
         parts: dict[tuple[str, str], int] = {}
         for src, dst, _ in self.lengths:
             kinds = (_kind_words(self.fabric, src), _kind_words(self.fabric, dst))
@@ -492,7 +498,8 @@ def _owner(shard: Shard, collective: str) -> tuple[tuple[int, ...], Fraction, in
 def _kind_words(fabric: Fabric, name: str) -> str:
     device = fabric.topology.device(name)
     return {"gpu": "GPU", "nvswitch": "NVSwitch", "nic": "NIC", "cpu": "CPU", "pcie": "PCIe switch"}.get(
-        device.kind, "leaf" if name.startswith("leaf") else name.rstrip("0123456789")
+        device.kind,
+        "leaf" if name.startswith("leaf") else "pod" if name.startswith("pod") else name.rstrip("0123456789"),
     )
 
 
@@ -510,8 +517,15 @@ def _read_length(item: object) -> ClassLength:
 def cluster_object(cluster: ClusterByKind) -> dict[str, object]:
     """Return the JSON object of a cluster by kind."""
     network = cluster.network
-    ratio = None if network.oversubscription is None else float(network.oversubscription)
-    stated = {"rails": network.rails, "oversubscription": ratio, "leaf_size": network.leaf_size}
+    ratios = (network.oversubscription, network.pod_oversubscription)
+    ratio, pod_ratio = (None if one is None else float(one) for one in ratios)
+    stated = {
+        "rails": network.rails,
+        "oversubscription": ratio,
+        "leaf_size": network.leaf_size,
+        "pod_size": network.pod_size,
+        "pod_oversubscription": pod_ratio,
+    }
     return {
         "name": cluster.name,
         **({"source": cluster.source} if cluster.source else {}),
@@ -586,21 +600,20 @@ def cluster_from_object(item: object) -> ClusterByKind:
                 )
             runs.append((pair[0], pair[1]))
         network = read_object(value.get("network"), "cluster: network")
-        keys = ("kind", "rails", "oversubscription", "leaf_size", "uplinks")
-        check_known(network, keys, "cluster: network")
-        rails, leaf = network.get("rails"), network.get("leaf_size")
-        ratio = network.get("oversubscription")
+        counts = ("rails", "leaf_size", "pod_size")
+        ratios = ("oversubscription", "pod_oversubscription")
+        check_known(network, ("kind", *counts, *ratios, "uplinks"), "cluster: network")
+        stated: dict[str, Any] = {
+            key: (read_whole if key in counts else read_number)(network[key], f"cluster: {key}")
+            for key in (*counts, *ratios)
+            if network.get(key) is not None
+        }
         latency = value.get("latency")
         return ClusterByKind(
             name=read_text(value.get("name"), "cluster: name"),
             kinds=tuple(kinds),
             runs=tuple(runs),
-            network=ClusterNetwork(
-                read_text(network.get("kind"), "cluster: network"),
-                None if rails is None else read_whole(rails, "cluster: rails"),
-                None if ratio is None else read_number(ratio, "cluster: oversubscription"),
-                None if leaf is None else read_whole(leaf, "cluster: leaf_size"),
-            ),
+            network=ClusterNetwork(read_text(network.get("kind"), "cluster: network"), **stated),
             nics=read_whole(value.get("nics"), "cluster: nics"),
             latency=None if latency is None else read_number(latency, "cluster: latency"),
             notes=read_texts(value.get("notes", []), "cluster: notes"),

@@ -2,10 +2,10 @@
 
 Every server of the cluster is in exactly one *group* of a template: it has a role (root, centre, entry of a leaf), or
 it is one of the remaining servers of its cell in the root's leaf, in the centre's leaf, or in the other leaves of its
-class. The template must reach one server of the sample for each group that is not empty, all of its ranks once, from a
-server that every member of the group has in common: the root, the centre, or the entry of its leaf. Then each image is
-a tree over all ranks. Roles must fall on all servers of a cell equally often; then all links of a class carry the same,
-which is counted here by groups.
+class: of the root's pod, of the centre's, or of all others. The template must reach one server of the sample for each
+group that is not empty, all of its ranks once, from a server that every member of the group has in common: the root,
+the centre, or the entry of its leaf. Then each image is a tree over all ranks. Roles must fall on all servers of a cell
+equally often; then all links of a class carry the same, which is counted here by groups.
 
 The templates of an all-to-all are paths, whose images are orbits (`topoplan.plans.kind_exchange`). The edges must be a
 path, and the paths of every commodity must add up to a block.
@@ -32,7 +32,7 @@ from topoplan.plans.verify import Verification, check_claim
 from topoplan.units import nearest_float, shown
 
 Leaf = tuple[int, int]
-"""A leaf of the sample: its class, and its number there."""
+"""A leaf or pod of the sample: its class, and its number there."""
 
 
 def verify_by_kind(plan: PlanByKind) -> Verification:
@@ -164,7 +164,7 @@ def _check_shares(plan: PlanByKind) -> None:
                 )
 
 
-SERVER, LEAF, CLUSTER = "one server", "one leaf", "two leaves"
+SERVER, LEAF, POD, CLUSTER = "one server", "one leaf", "two leaves of one pod", "two pods"
 """Places that source and destination of a commodity share."""
 
 _Commodity = tuple[int, int, int, int, str]
@@ -178,7 +178,8 @@ def _commodity(plan: PlanByKind, home: Sequence[int], path: KindPath) -> _Commod
     sample = plan.sample
     here, there = sample.places[home[source]], sample.places[home[destination]]
     leaf, other = (sample.leaf_of(home[rank]) for rank in (source, destination))
-    where = SERVER if here == there else LEAF if leaf == other else CLUSTER
+    beside = sample.pod_of(home[source]) == sample.pod_of(home[destination])
+    where = SERVER if here == there else LEAF if leaf == other else POD if beside else CLUSTER
     numbers = (rank - home.index(home[rank]) for rank in (source, destination))
     return here.cell, next(numbers), there.cell, next(numbers), where
 
@@ -192,7 +193,13 @@ def _pairs(plan: PlanByKind, commodity: _Commodity) -> int:
         return source.servers if here == there and gpu != other else 0
     if where == LEAF:
         return source.servers * (destination.count - (here == there)) if near else 0
-    return source.servers * destination.count * (destination.leaves - near)
+    if where == POD:
+        leaves = (
+            destination.leaves // destination.pods - near if source.pod_class == destination.pod_class else 0
+        )
+        return source.servers * destination.count * leaves
+    pods = destination.pods - (source.pod_class == destination.pod_class)
+    return source.servers * destination.count * pods * (destination.leaves // destination.pods)
 
 
 def _check_blocks(plan: PlanByKind) -> None:
@@ -216,7 +223,7 @@ def _check_blocks(plan: PlanByKind) -> None:
     ]
     for here, gpu in gpus:
         for there, other in gpus:
-            for where in (SERVER, LEAF, CLUSTER):
+            for where in (SERVER, LEAF, POD, CLUSTER):
                 share = carried.get((here, gpu, there, other, where), Fraction(0))
                 due = min(1, _pairs(plan, (here, gpu, there, other, where)))
                 if share != due:
@@ -227,14 +234,18 @@ def _check_blocks(plan: PlanByKind) -> None:
 
 
 def _path_images(plan: PlanByKind, path: KindPath) -> int:
-    """Return the number of images of a path: ways to choose its leaves, and its servers in each."""
+    """Return the number of images of a path: ways to choose its pods, its leaves in each, and its servers in each."""
     sample = plan.sample
     servers = _servers_of(plan, path.stages[0].edges)
     cells, places = sample.cluster.cells, sample.places
-    leaves = {sample.leaf_of(one) for one in servers}
+    pods_of = {cell.pod_class: cell.pods for cell in cells}
+    leaves_in_pod = {cell.leaf_class: cell.leaves // cell.pods for cell in cells}
     ways = 1
-    for leaf_class, used in Counter(one for one, _ in leaves).items():
-        ways *= perm(next(cell.leaves for cell in cells if cell.leaf_class == leaf_class), used)
+    for pod_class, used in Counter(one for one, _ in {sample.pod_of(one) for one in servers}).items():
+        ways *= perm(pods_of[pod_class], used)
+    leaves = {(sample.pod_of(one), sample.leaf_of(one)) for one in servers}
+    for (_, leaf_class), used in Counter((pod, leaf_class) for pod, (leaf_class, _) in leaves).items():
+        ways *= perm(leaves_in_pod[leaf_class], used)
     for (cell, _), used in Counter(places[one][:2] for one in servers).items():
         ways *= perm(cells[cell].count, used)
     return ways
@@ -247,11 +258,14 @@ def _servers_of(plan: PlanByKind, edges: Sequence[Edge]) -> set[int]:
 
 
 def _check_leaves(plan: PlanByKind, edge: Edge, servers: Iterable[int]) -> None:
-    """Check that a route passes only leaves of some servers: images have other leaves with these servers."""
+    """Check that a route passes only leaves and pods of some servers, as images have others with these servers."""
     sample = plan.sample
-    own = {f"leaf{sample.cluster.leaf_number(*sample.leaf_of(one))}" for one in servers}
+    own: set[str] = set()
+    for one in servers:
+        own.add(f"leaf{sample.cluster.leaf_number(*sample.leaf_of(one))}")
+        own.add(f"pod{sample.cluster.pod_number(*sample.pod_of(one))}")
     for device in edge.route:
-        if device.startswith("leaf") and device not in own:
+        if device.startswith(("leaf", "pod")) and device not in own:
             raise PlanError(
                 f"the route {'-'.join(edge.route)} passes {device}, on which none of its servers is",
                 rank=edge.child,
@@ -274,12 +288,20 @@ class _Groups:
         self.sample, self.template = sample, template
         cells, places = sample.cluster.cells, sample.places
         self.leaf: list[Leaf] = [sample.leaf_of(server) for server in range(len(places))]
+        self.pod: list[Leaf] = [sample.pod_of(server) for server in range(len(places))]
         self.held = {self.leaf[template.root], self.leaf[template.centre]}
+        self.pods = {self.pod[template.root], self.pod[template.centre]}
         # Sizes by counts of the cluster, not of the sample.
-        free = {
-            cell.leaf_class: cell.leaves - sum(one == cell.leaf_class for one, _ in self.held)
-            for cell in cells
-        }
+        in_pods = Counter(pod_class for pod_class, _ in self.pods)
+        held_at = {(self.leaf[one], self.pod[one]) for one in (template.root, template.centre)}
+        free: dict[tuple[int, str], int] = {}
+        for cell in cells:
+            in_pod = cell.leaves // cell.pods
+            for pod in self.pods:
+                if pod[0] == cell.pod_class:
+                    own = sum(leaf[0] == cell.leaf_class and at == pod for leaf, at in held_at)
+                    free[cell.leaf_class, f"pod {pod}"] = in_pod - own
+            free[cell.leaf_class, "others"] = in_pod * (cell.pods - in_pods[cell.pod_class])
         self.sizes: dict[_Group, int] = {_Group("root", places[template.root].cell, ""): 1}
         if template.centre != template.root:
             self.sizes[_Group("centre", places[template.centre].cell, "")] = 1
@@ -288,8 +310,9 @@ class _Groups:
             leaf = self.leaf[entry]
             if entry == template.root or leaf == self.leaf[template.centre]:
                 raise PlanError(f"entry s{sample.numbers[entry]} is the root, or in the leaf of the centre")
-            entries["the root's leaf" if leaf in self.held else f"leaf class {leaf[0]}"] += 1
-            self.sizes[self.of(entry)] = 1 if leaf in self.held else free[leaf[0]]
+            where = self._where(entry)
+            entries["the root's leaf" if leaf in self.held else f"leaf class {leaf[0]}, {where}"] += 1
+            self.sizes[self.of(entry)] = 1 if leaf in self.held else free[leaf[0], where]
         twice = next((where for where, times in entries.items() if times > 1), None)
         if twice is not None:
             raise PlanError(f"{twice} has two entries")
@@ -300,10 +323,19 @@ class _Groups:
                         places[one].cell == number and self.leaf[one] == leaf for one in set(template.marked)
                     )
                     self._add(number, f"leaf {leaf[1]}", cell.count - marked)
-            marked = sum(
-                places[one].cell == number and self.leaf[one] not in self.held for one in template.entries
-            )
-            self._add(number, "others", free[cell.leaf_class] * (cell.count - marked))
+            for (leaf_class, where), leaves in free.items():
+                if leaf_class == cell.leaf_class:
+                    marked = sum(
+                        places[one].cell == number and self._where(one) == where for one in template.entries
+                    )
+                    self._add(number, where, leaves * (cell.count - marked))
+
+    def _where(self, server: int) -> str:
+        """Return the leaf of a server, if root or centre is there, else its pod, if one of them is there."""
+        leaf, pod = self.leaf[server], self.pod[server]
+        if leaf in self.held:
+            return f"leaf {leaf[1]}"
+        return f"pod {pod}" if pod in self.pods else "others"
 
     def _add(self, cell: int, where: str, size: int) -> None:
         if size < 0:
@@ -318,9 +350,7 @@ class _Groups:
             return _Group("root", cell, "")
         if server == template.centre:
             return _Group("centre", cell, "")
-        leaf = self.leaf[server]
-        role = "entry" if server in template.entries else ""
-        return _Group(role, cell, f"leaf {leaf[1]}" if leaf in self.held else "others")
+        return _Group("entry" if server in template.entries else "", cell, self._where(server))
 
     def images(self) -> int:
         """Return the number of images."""
@@ -334,6 +364,11 @@ class _Groups:
         turns = cells[home.cell].count * template.shifts
         own, class_of = cells[middle.cell], cells[home.cell].leaf_class
         even = True
+        if own.leaf_class != class_of and own.pod_class == cells[home.cell].pod_class and own.pods > 1:
+            raise PlanError(
+                "the centre must be in a leaf of the root's class, or of another pod class, got one of another leaf "
+                "class of the same pods"
+            )
         if own.leaf_class != class_of:
             even = self.images() % own.servers == 0
         elif middle.cell != home.cell:
@@ -341,7 +376,8 @@ class _Groups:
         for entry in template.entries:
             cell = cells[places[entry].cell]
             even = even and turns % cell.count == 0
-            if own.leaf_class != class_of and cell.leaf_class == own.leaf_class:
+            beside = cell.leaf_class == own.leaf_class or (own.pods > 1 and cell.pod_class == own.pod_class)
+            if own.leaf_class != class_of and beside:
                 # Where the centre is says which positions the entries of the other leaves have.
                 even = even and own.count % cell.count == 0
         if not even:
@@ -380,12 +416,11 @@ def _check_stage(plan: PlanByKind, groups: _Groups, stage: Stage) -> dict[int, _
         raise PlanError(
             f"the {stage.op} tree reaches no server of cell {missing.cell} ({missing.role or 'remaining'}, {where})"
         )
-    beyond: dict[int, Leaf] = {}
+    beyond: dict[tuple[int, str], Leaf] = {}
     for group, server in seen.items():
-        if group.where == "others":
-            leaf = groups.leaf[server]
-            if beyond.setdefault(leaf[0], leaf) != leaf:
-                raise PlanError(f"the {stage.op} tree reaches two leaves of one group")
+        leaf = groups.leaf[server]
+        if leaf not in groups.held and beyond.setdefault((leaf[0], group.where), leaf) != leaf:
+            raise PlanError(f"the {stage.op} tree reaches two leaves of one group")
     for edge in stage.edges:
         above, below = home[edge.parent], home[edge.child]
         shared = above in (below, template.root, template.centre)

@@ -191,6 +191,8 @@ _NETWORK_KEYS = {
     "rails": WHOLE,
     "oversubscription": NUMBER,
     "leaf_size": WHOLE,
+    "pod_size": WHOLE,
+    "pod_oversubscription": NUMBER,
     "nic_access": PRINTABLE,
     "helpers": WHOLE,
     "transport": PRINTABLE,

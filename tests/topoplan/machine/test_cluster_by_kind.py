@@ -41,6 +41,13 @@ def test_the_list_is_that_of_cluster() -> None:
         {"network": "switch", "transport": "rdma"},
         {"network": "rail-optimised", "oversubscription": 2, "flow_gbps": 5},
         {"network": "fat-tree", "leaf_size": 4, "oversubscription": 3, "transport": "tcp", "memory_gbps": 20},
+        {
+            "network": "fat-tree",
+            "leaf_size": 2,
+            "oversubscription": 2,
+            "pod_size": 2,
+            "pod_oversubscription": 3,
+        },
     ):
         by_kind = cluster_by_kind(servers, nic_gbps=100, **network)
         assert by_kind.listed() == topoplan.cluster(servers, nic_gbps=100, **network)
@@ -57,6 +64,20 @@ def test_leaves_of_equal_counts_are_one_class() -> None:
         (1, 2, 2, 8),
         (1, 3, 1, 1),
     ]
+
+
+def test_leaves_of_pods_of_different_classes_are_different_classes() -> None:
+    network = {"network": "fat-tree", "leaf_size": 2, "pod_size": 3}
+    found = cluster_by_kind([Server("v100x4", count=29)], nic_gbps=100, **network)
+    assert [
+        (cell.pod_class, cell.pods, cell.leaf_class, cell.leaves, cell.count) for cell in found.cells
+    ] == [
+        (0, 4, 0, 12, 2),
+        (1, 1, 1, 2, 2),
+        (1, 1, 2, 1, 1),
+    ]
+    sample = found.sample(3)
+    assert {sample.pod_of(server) for server in range(len(sample.places))} == {(0, 0), (0, 1), (0, 2), (1, 0)}
 
 
 def test_bad_input_is_refused_in_one_line() -> None:

@@ -313,6 +313,27 @@ def test_a_fat_tree_fills_its_leaves_in_order() -> None:
     assert speeds(tree(2, 1))["leaf0", "spine0"] == 48
 
 
+def test_a_fat_tree_of_three_levels_joins_its_pods_by_a_core() -> None:
+    """Seven servers of 192 GB/s on leaves of two, two leaves in a pod, 2:1 and 3:1; one pod has no core."""
+
+    def tree(count: int) -> Topology:
+        return cluster(
+            [Server(A100S, count=count)],
+            nic_gbps=200,
+            network="fat-tree",
+            leaf_size=2,
+            oversubscription=2,
+            pod_size=2,
+            pod_oversubscription=3,
+        )
+
+    made = speeds(tree(7))
+    assert [made[f"leaf{i}", f"pod{i // 2}"] for i in range(4)] == [192.0, 192.0, 192.0, 96.0]
+    assert [made["core0", f"pod{i}"] for i in range(2)] == [128.0, 96.0]
+    assert switches(tree(4)) == ["leaf0", "leaf1", "pod0"]
+    assert switches(tree(2)) == ["leaf0"]
+
+
 @pytest.mark.parametrize("network", NETWORKS)
 def test_representative_servers_keep_the_way_to_the_others(network: str) -> None:
     """A broken server stands apart; a machine is its own excerpt."""
@@ -363,6 +384,18 @@ MISFITS: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         (cluster, box(leaf_size=2, network="rail-optimised"), "leaf_size belongs to the network fat-tree"),
         (cluster, box(network="fat-tree"), "a fat tree needs leaf_size"),
         (cluster, box(network="fat-tree", leaf_size=0), "leaf_size 0"),
+        (cluster, box(network="fat-tree", leaf_size=1, pod_size=0), "pod_size 0"),
+        (cluster, box(pod_size=2), "pod_size belongs to the network fat-tree"),
+        (
+            cluster,
+            box(network="fat-tree", leaf_size=1, pod_oversubscription=2),
+            "pod_oversubscription 2 needs pod_size",
+        ),
+        (
+            cluster,
+            box(network="fat-tree", leaf_size=1, pod_size=1, pod_oversubscription=0.5),
+            "pod_oversubscription 0.5 must",
+        ),
         (cluster, box(network="rail-optimised", rails=5), "rail4 would be a switch without ports"),
         (
             cluster,

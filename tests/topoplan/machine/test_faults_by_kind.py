@@ -18,6 +18,7 @@ from topoplan.plans.plan_by_kind import PlanByKind
 NETWORKS: dict[str, dict[str, Any]] = {
     "switch": {},
     "fat-tree": {"network": "fat-tree", "leaf_size": 2, "oversubscription": 2},
+    "three levels": {"network": "fat-tree", "leaf_size": 1, "oversubscription": 2, "pod_size": 2},
     "rail-optimised": {"network": "rail-optimised", "oversubscription": 2},
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import topoplan
+from tests.support.kind_clusters import random_pods
 from topoplan import ClusterByKind, PlanByKind, PlanError, Server, TopoplanError, UsageError
 from topoplan.plans.kind_exchange import KindPath, PathImages
 from topoplan.plans.verify_by_kind import verify_by_kind
@@ -41,6 +42,7 @@ def random_cluster(seed: int, *, most: int) -> ClusterByKind | None:
     more: dict[str, Any] = {}
     if network == "fat-tree":
         more = {"leaf_size": rng.randint(1, 4), "oversubscription": rng.choice([None, 2, 3.5])}
+        more |= random_pods(seed)
     if network == "rail-optimised":
         more = {"oversubscription": rng.choice([None, None, 2])}
     nics, access = rng.choice([None, 1, 2, 4]), rng.choice(["direct", "pcie"])

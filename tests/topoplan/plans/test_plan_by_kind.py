@@ -118,6 +118,58 @@ def test_oversubscribed_leaves_are_entered_once() -> None:
     assert all(template.entries for template in plan.templates)
 
 
+@pytest.mark.parametrize(("collective", "rate"), [
+    ("all_reduce", Fraction(400 * 12_500, 2 * 12_499)),
+    ("all_gather", Fraction(400 * 12_500, 12_499)),
+])  # fmt: skip
+def test_pods_of_oversubscribed_leaves_are_no_bottleneck(collective: str, rate: Fraction) -> None:
+    # 16 x 8 x 50 GB/s below a leaf, a half of it above, and 1/4 of it for each of the 16 leaves of a pod to the core:
+    # every leaf is entered once, at 1,600 GB/s in and out of a pod for each of its leaves.
+    many = cluster_by_kind(
+        [Server("dgx-h100", count=12_500)],
+        nic_gbps=400,
+        nic_access="direct",
+        network="fat-tree",
+        leaf_size=16,
+        oversubscription=2,
+        pod_size=16,
+        pod_oversubscription=2,
+    )
+    plan = plan_by_kind(many, collective)
+    assert (plan.exact_rate(), plan.exact_bound()) == (rate, rate)
+    read = PlanByKind.from_object(json.loads(plan.to_json()))
+    assert verify_by_kind(read).exact_rate == rate
+    assert len(plan.to_json()) < 2_000_000
+
+
+def test_a_gap_remains_where_pods_are_the_bottleneck() -> None:
+    # Pods of 2 leaves of 2 servers, 8:1 above: each leaf is entered from outside the pod, which one entry would spare.
+    network: dict[str, Any] = {"leaf_size": 2, "pod_size": 2, "pod_oversubscription": 8}
+    many = cluster_by_kind(
+        [Server("v100x4", count=16)], nic_gbps=100, nic_access="direct", network="fat-tree", **network
+    )
+    plan = plan_by_kind(many, "all_gather")
+    assert plan.gap > 0
+    assert topoplan.verify(plan.listed()).exact_rate == verify_by_kind(plan).exact_rate
+
+
+def test_a_centre_in_another_class_of_leaves_of_the_same_pods_is_refused() -> None:
+    servers = [Server("v100x4", count=2), Server("dgx-1v", [0, 1], count=2)] * 3
+    network: dict[str, Any] = {"network": "fat-tree", "leaf_size": 2, "pod_size": 2}
+    plan = plan_by_kind(cluster_by_kind(servers, nic_gbps=100, **network), "all_gather")
+    cells, places = plan.cluster.cells, plan.sample.places
+    assert {(cell.leaf_class, cell.pod_class, cell.pods) for cell in cells} == {(0, 0, 3), (1, 0, 3)}
+    template = plan.templates[0]
+    other = next(one for one, place in enumerate(places) if place.cell != places[template.root].cell)
+    wrong = replace(plan, templates=(replace(template, centre=other, entries=()), *plan.templates[1:]))
+    with pytest.raises(PlanError, match="centre must be in a leaf of the root's class"):
+        verify_by_kind(wrong)
+
+
+def test_centres_out_of_reach_are_left_out() -> None:
+    agree(418, most=100)
+
+
 @pytest.mark.parametrize("collective", ["broadcast", "reduce"])
 def test_the_leaf_of_a_root_is_entered_once_too(collective: str) -> None:
     network: dict[str, Any] = {"network": "fat-tree", "oversubscription": 4}

@@ -4,16 +4,18 @@ As for `topoplan.plans.certificates.certificate.Lengths`: all links of a class h
 least L of length whatever the trees, and so rate <= sum of n c y / L over the classes, with n links of c GB/s each.
 
 L is a packing of cuts. Let D(u, v) be the shortest route from rank u to rank v, and let every GPU, every server and
-every leaf be a set S with a number z(S) >= 0, so that no D(u, v) is less than the sum of z over the sets that v is in
-and u is not. A tree that reaches every rank enters each set without its root at least once, by an edge; each edge is at
-least as long as the sum of z over the sets that it enters; so the tree's length is at least the sum of z over all sets
-without the root. Three more sets are without the root: all ranks but those of its leaf, of its server, and but itself.
-The numbers are chosen greedily: first z of the GPUs, as large as the nearest other rank allows, then of the servers, of
-the leaves, and of the three. All are equal inside a cell, and the sample has every relation of two ranks.
+every leaf and pod be a set S with a number z(S) >= 0, so that no D(u, v) is less than the sum of z over the sets that v
+is in and u is not. A tree that reaches every rank enters each set without its root at least once, by an edge; each edge
+is at least as long as the sum of z over the sets that it enters; so the tree's length is at least the sum of z over all
+sets without the root. Four more sets are without the root: all ranks but those of its pod, its leaf, its server, and
+but itself. The numbers are chosen greedily: first z of the GPUs, as large as the nearest other rank allows, then of the
+servers, of the leaves, of the pods, and of the four. All are equal inside a cell, and the sample has every relation of
+two ranks.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -32,13 +34,15 @@ from topoplan.plans.certificates.forest_length import ArcLengths, contracted_gra
 class SampleDistances:
     """Shortest distances between the ranks of a sample, and the sets that they are in.
 
-    ``table``, of shape (N, N), is in whole numbers, -1 if no route exists. ``server``, ``leaf`` and ``weight`` give for
-    each rank its server and leaf in the sample, and the number of ranks of the cluster for each such rank of it.
+    ``table``, of shape (N, N), is in whole numbers, -1 if no route exists. ``server``, ``leaf``, ``pod`` and ``weight``
+    give for each rank its server, leaf and pod in the sample, and the number of ranks of the cluster for each such rank
+    of it.
     """
 
     table: NDArray[Any]
     server: NDArray[np.int64]
     leaf: NDArray[np.int64]
+    pod: NDArray[np.int64]
     weight: tuple[Fraction, ...]
 
 
@@ -52,22 +56,32 @@ def sample_distances(sample: ClusterSample, fabric: Fabric, lengths: Sequence[in
     server = sample.servers_of(fabric.ranks)
     cells, places = sample.cluster.cells, sample.places
     leaves: dict[tuple[int, int], int] = {}
-    leaf = []
+    pods: dict[tuple[int, int], int] = {}
+    leaf, pod = [], []
     for one in server:
         leaf.append(leaves.setdefault(sample.leaf_of(one), len(leaves)))
+        pod.append(pods.setdefault(sample.pod_of(one), len(pods)))
     sampled: dict[int, int] = {}
     for place in places:
         sampled[place.cell] = sampled.get(place.cell, 0) + 1
     weight = tuple(Fraction(cells[places[one].cell].servers, sampled[places[one].cell]) for one in server)
-    return SampleDistances(reach[np.ix_(vertex, vertex)], np.array(server), np.array(leaf), weight)
+    return SampleDistances(
+        reach[np.ix_(vertex, vertex)], np.array(server), np.array(leaf), np.array(pod), weight
+    )
 
 
 def _tree_at_least(
-    found: SampleDistances, leaves_of: Sequence[Fraction], roots: Sequence[int], *, into: bool
+    found: SampleDistances,
+    leaves_of: Sequence[Fraction],
+    pods_of: Sequence[Fraction],
+    roots: Sequence[int],
+    *,
+    into: bool,
 ) -> list[Fraction]:
     """Return a lower bound of the length of a tree from each root, or (``into`` False) to each root.
 
-    ``leaves_of`` is for each rank the number of the cluster's leaves of its leaf's class over those of the sample.
+    ``leaves_of`` is for each rank the number of the cluster's leaves of its leaf's class over those of the sample, and
+    ``pods_of`` that of its pod's class.
     PlanError if a rank does not reach another.
     """
     left = found.table if into else found.table.T
@@ -78,12 +92,12 @@ def _tree_at_least(
         left = left.astype(np.int64)
     chain, beyond = np.zeros(size, dtype=left.dtype), np.zeros(size, dtype=left.dtype)
     total = Fraction(0)
-    labels = (np.arange(size), found.server, found.leaf)
-    for label, weights in zip(labels, (found.weight, found.weight, leaves_of), strict=True):
+    labels = (np.arange(size), found.server, found.leaf, found.pod)
+    for label, weights in zip(labels, (found.weight, found.weight, leaves_of, pods_of), strict=True):
         first, step, left = _less_entered(left, label)
         total += sum((int(step[one]) * weights[one] for one in first.tolist()), Fraction(0))
         chain = chain + step
-    # The three sets of a root are entered from it alone: rows and columns change places.
+    # The four sets of a root are entered from it alone: rows and columns change places.
     left = left.T
     for label in reversed(labels):
         _, step, left = _less_entered(left, label)
@@ -143,20 +157,17 @@ def forest_at_least(
     if collective == "alltoall":
         return _mean_distance(sample, found)
     cells, places = sample.cluster.cells, sample.places
-    slots: dict[int, set[int]] = {}
-    for place in places:
-        slots.setdefault(cells[place.cell].leaf_class, set()).add(place.leaf)
-    leaves_of = [
-        Fraction(cells[places[one].cell].leaves, len(slots[cells[places[one].cell].leaf_class]))
-        for one in found.server
-    ]
+    sampled = Counter(pod_class for pod_class, _ in {sample.pod_of(one) for one in range(len(places))})
+    of_rank = [cells[places[one].cell] for one in found.server]
+    leaves_of = [Fraction(cell.leaves, len(sample.leaves_of[cell.leaf_class])) for cell in of_rank]
+    pods_of = [Fraction(cell.pods, sampled[cell.pod_class]) for cell in of_rank]
     if collective in ("broadcast", "reduce") and root is None:
         raise PlanError("broadcast and reduce need a root rank")
     roots = _first_of_cells(sample, found) if root is None else [root]
     trees = [Fraction(0)] * len(roots)
     for into, users in ((True, ("broadcast", "allgather")), (False, ("reduce", "reduce_scatter"))):
         if collective in (*users, "allreduce"):
-            more = _tree_at_least(found, leaves_of, roots, into=into)
+            more = _tree_at_least(found, leaves_of, pods_of, roots, into=into)
             trees = [known + length for known, length in zip(trees, more, strict=True)]
     if collective in ("allgather", "reduce_scatter"):
         weights = [cells[places[int(found.server[rank])].cell].servers for rank in roots]
@@ -198,15 +209,18 @@ def pair_counts(sample: ClusterSample, home: Sequence[int], tail: int) -> dict[i
     here = places[server]
     own_cell = cells[here.cell]
     counts: dict[int, int] = {}
-    chosen: dict[tuple[int, bool], int] = {}
+    chosen: dict[tuple[int, bool, bool], int] = {}
     for other, place in enumerate(places):
         cell = cells[place.cell]
         near = cell.leaf_class == own_cell.leaf_class and place.leaf == here.leaf
+        beside = sample.pod_of(other) == sample.pod_of(server)
         if other == server:
             counts[other] = 1
-        elif (place.cell, near) not in chosen:
+        elif (place.cell, near, beside) not in chosen:
             own = int(place.cell == here.cell and near)
-            leaves = 1 if near else cell.leaves - int(cell.leaf_class == own_cell.leaf_class)
-            chosen[place.cell, near] = other
+            pods = 1 if beside else cell.pods - int(cell.pod_class == own_cell.pod_class)
+            held = int(beside and cell.leaf_class == own_cell.leaf_class)
+            leaves = 1 if near else pods * cell.leaves_in_pod - held
+            chosen[place.cell, near, beside] = other
             counts[other] = leaves * (cell.count - own)
     return {rank: counts[one] for rank, one in enumerate(home) if one in counts and rank != tail}

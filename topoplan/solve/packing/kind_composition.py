@@ -27,6 +27,8 @@ from topoplan.plans.build import stage_order
 from topoplan.plans.kind_templates import (
     ClassCrossings,
     KindTemplate,
+    LeafGroups,
+    centre_allowed,
     entry_allowed,
     needed_shifts,
     represented,
@@ -131,12 +133,15 @@ class KindStars:
         home = self.cells[here.cell]
         for number, cell in enumerate(self.cells):
             if cell.leaf_class != home.leaf_class:
-                yield self.at(number, 0, 0)
+                if centre_allowed(self.sample, root, self.at(number, 0, 0)):
+                    yield self.at(number, 0, 0)
                 continue
             if number != here.cell or cell.count > 1:
                 yield self.at(number, here.leaf, int(number == here.cell))
-            if cell.leaves > 1:
+            if cell.leaves_in_pod > 1:
                 yield self.at(number, 1, 0)
+            if cell.pods > 1:
+                yield self.at(number, cell.leaves_in_pod, 0)
 
     def joined(self, costs: _Costs, tail: int, server: int) -> _Join:
         """Return the cheapest way from a rank to all ranks of a server: one local root, or an edge to each rank."""
@@ -167,6 +172,8 @@ class KindStars:
         for middle in self.members[centre]:
             gateway = min(self.members[root], key=lambda one: (costs.near[one, middle], one))
             start = int(costs.near[gateway, middle] + costs.inside[middle])
+            if start >= UNREACHABLE:
+                continue
             found = self._from(costs, root, gateway, centre, middle)
             if found is not None and (best is None or found.join.cost + start < best.join.cost):
                 first = _Join(start, ((gateway, middle),), (middle,))
@@ -187,7 +194,7 @@ class KindStars:
     def _from(self, costs: _Costs, root: int, gateway: int, centre: int, rank: int) -> _Star | None:
         entries: list[int] = []
         join = _NOTHING
-        flat = self.stands(root, centre, ())
+        flat, groups = self.stands(root, centre, ()), LeafGroups(self.sample, root, centre)
         home, middle = self.sample.leaf_of(root), self.sample.leaf_of(centre)
         others: dict[tuple[int, int], list[tuple[int, _Join]]] = {}
         for server, count in flat.items():
@@ -207,7 +214,7 @@ class KindStars:
             for _, direct in joins:
                 best += direct
             senders = self._senders(leaf, home, rank, gateway)
-            leaves = 1 if leaf == home else self.cells[self.places[servers[0]].cell].leaves
+            leaves = groups.size(self.cells[self.places[servers[0]].cell], leaf[1])
             if len(servers) > 1 or any(flat[server] > leaves for server in servers):
                 for one in servers:
                     allowed = entry_allowed(self.sample, root, centre, one)

@@ -25,11 +25,12 @@ from numpy.typing import NDArray
 
 from topoplan.errors import InfeasibleError, PlanError
 from topoplan.machine.cluster_by_kind import ClusterByKind
+from topoplan.machine.cluster_network import CORE
 from topoplan.machine.fabric import usable_fabric
 from topoplan.machine.fabric_structure import FabricServers, link_permutation
 from topoplan.machine.permutation_groups import LARGEST_TABLE, components, group_elements, orbits
 from topoplan.plans.kind_exchange import KindPath
-from topoplan.plans.kind_templates import SAMPLE, KindTemplate
+from topoplan.plans.kind_templates import KindTemplate, template_sample
 from topoplan.plans.plan import ALL_TO_ALL
 from topoplan.plans.plan_by_kind import NOT_BY_KIND, PlanByKind, Templates, unsupported
 from topoplan.plans.shards import Edge, Stage
@@ -114,7 +115,7 @@ class KindProgram(ABC, Generic[Column]):
         progress: Callable[[str], None] | None,
     ) -> None:
         self.collective, self.progress = collective, progress
-        self.sample = cluster.sample(SAMPLE)
+        self.sample = template_sample(cluster, rooted=root is not None)
         first = None
         if root is not None:
             server = self.sample.numbers.index(root[0])
@@ -129,6 +130,7 @@ class KindProgram(ABC, Generic[Column]):
         self.servers = FabricServers(self.fabric)
         self.members: list[list[int]] = [each.tolist() for each in self.servers.members]
         self.classes, counts = self.sample.link_classes(self.fabric.links)
+        self._class_counts = counts
         self.orbits = FabricOrbits(self.fabric)
         self.row_of_class = self._rows(self.symmetries)
         self.rows = [self.row_of_class[number] for number in self.classes]
@@ -317,8 +319,8 @@ class KindProgram(ABC, Generic[Column]):
     def plain_lengths(self) -> Iterator[list[int]]:
         """Yield lengths of 1 for the links that data crosses into sets, or out of them.
 
-        The sets are GPUs, servers, leaves and combinations of these; and the servers, or leaves, of one cell alone,
-        for the few cells with the least bandwidth of one server or leaf.
+        The sets are GPUs, servers, leaves, pods and combinations of these; and the servers, or leaves, of one cell
+        alone, for the few cells with the least bandwidth of one server or leaf.
         """
         cell_of = {
             f"s{n}": place.cell for n, place in zip(self.sample.numbers, self.sample.places, strict=True)
@@ -329,6 +331,7 @@ class KindProgram(ABC, Generic[Column]):
             of_gpus: set[int] = set()
             of_servers: dict[int, set[int]] = {}
             of_leaves: dict[str, set[int]] = {}
+            of_pods: set[int] = set()
             for link, row in zip(self.fabric.links, self.rows, strict=True):
                 near, far = (link.dst, link.src) if inwards else (link.src, link.dst)
                 if near in ranks and server[far] == server[near]:
@@ -337,10 +340,12 @@ class KindProgram(ABC, Generic[Column]):
                     of_servers.setdefault(cell_of[server[near]], set()).add(row)
                 elif near.startswith("leaf") and not server[far]:
                     of_leaves.setdefault(near, set()).add(row)
-            levels = [of_gpus, set().union(*of_servers.values()), set().union(*of_leaves.values())]
+                elif near.startswith("pod") and far == CORE:
+                    of_pods.add(row)
+            levels = [of_gpus, set().union(*of_servers.values()), set().union(*of_leaves.values()), of_pods]
             chosen = [
                 set().union(*(rows for place, rows in enumerate(levels) if number >> place & 1))
-                for number in range(1, 8)
+                for number in range(1, 16)
             ]
             for parts in (of_servers.values(), of_leaves.values()):
                 if len(parts) > 1:
@@ -378,7 +383,9 @@ class KindProgram(ABC, Generic[Column]):
             0.0,
             0.0,
         )
-        made.__dict__.update(sample=self.sample, fabric=self.fabric)
+        made.__dict__.update(
+            sample=self.sample, fabric=self.fabric, _classes=(self.classes, self._class_counts)
+        )
         return made
 
     def _exact(self, value: Fraction) -> Fraction:
