@@ -313,7 +313,7 @@ class ClusterByKind:
     def sample(self, most: int) -> ClusterSample:
         """Return at most ``most`` leaves of each class with at most ``most`` servers of each cell, joined.
 
-        Of a class of several pods, these are at most ``most`` pods. In a tree of three levels, pods and leaves after
+        A class of several pods has at most ``most`` of them. In a tree of three levels, pods and leaves after
         the first one have one leaf and server fewer, but two or more, since the first has room for all roles in one
         pod or leaf.
         """

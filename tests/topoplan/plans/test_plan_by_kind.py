@@ -14,7 +14,7 @@ import topoplan
 from tests.support.kind_clusters import changed_file, random_plan
 from topoplan import InfeasibleError, PlanByKind, PlanError, Server, UsageError, cluster_by_kind, plan_by_kind
 from topoplan.machine.variants import with_in_network
-from topoplan.plans.kind_templates import beside_root
+from topoplan.plans.kind_templates import KindTemplate, beside_root, centre_of
 from topoplan.plans.shards import ImageShards, Shard
 from topoplan.plans.verify_by_kind import verify_by_kind
 
@@ -164,6 +164,21 @@ def test_a_centre_in_another_class_of_leaves_of_the_same_pods_is_refused() -> No
     wrong = replace(plan, templates=(replace(template, centre=other, entries=()), *plan.templates[1:]))
     with pytest.raises(PlanError, match="centre must be in a leaf of the root's class"):
         verify_by_kind(wrong)
+
+
+def test_a_centre_in_another_pod_is_each_server_once_and_never_in_the_pod_of_the_root() -> None:
+    network: dict[str, Any] = {"network": "fat-tree", "leaf_size": 2, "pod_size": 2}
+    sample = cluster_by_kind([Server("v100x4", count=16)], nic_gbps=100, **network).sample(3)
+    cell = sample.cluster.cells[0]
+    pods = [sample.pod_of(server) for server in range(len(sample.places))]
+    template = KindTemplate(Fraction(1), 0, pods.index((0, 1)), (), 1, ())
+    centres = []
+    for number in range(16):
+        leaf, position = divmod(number, 2)
+        centre, at = centre_of(sample, template, leaf, position, number)
+        assert (cell.pod(centre) != cell.pod(leaf), centre % 2, at) == (True, leaf % 2, position)
+        centres.append((centre, at))
+    assert len(set(centres)) == 16
 
 
 def test_centres_out_of_reach_are_left_out() -> None:
