@@ -442,7 +442,7 @@ class Connection:
         self._needs = _HELLO.size  # bytes until the next step
         self._step: Callable[[bytes], None] = self._take_hello
         self._in, self._out = bytearray(), bytearray()
-        self._waiting: list[Message] = []  # sent before the handshake has ended
+        self._waiting: list[bytes] = []  # sent before the handshake has ended
         self._keys = b"", b""  # of the frames that this end sends, and receives
         self._counts = [0, 0]
         self._longest = STRANGER_BYTES
@@ -545,13 +545,16 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Send a message; thread-safe. A send that fails shows as the end of the connection."""
-        data = encode_message(message)
+        self.send_encoded(encode_message(message))
+
+    def send_encoded(self, data: bytes) -> None:
+        """Send the text of a message (`encode_message`), which one encoding gives to many connections; as `send`."""
         with self._sending:
             if self.opened:
                 self._out += self._frame(data)
                 self._flush()
             else:
-                self._waiting.append(message)
+                self._waiting.append(data)
 
     def detach(self) -> socket.socket:
         """Return the socket, blocking, after the message that was received last or all that were sent."""
@@ -762,8 +765,8 @@ class Connection:
         self._needs, self._step = _FRAME.size, self._take_head
         with self._sending:
             self._keys, self.opened = (ours, theirs), True
-            for message in self._waiting:
-                self._out += self._frame(encode_message(message))
+            for data in self._waiting:
+                self._out += self._frame(data)
             self._waiting.clear()
             self._flush()
         if dialled and self._exact:

@@ -34,6 +34,7 @@ from collectives.peers.connections import (
     Listener,
     Message,
     derived_key,
+    encode_message,
     endpoint_name,
 )
 from collectives.peers.environment import JobIdentity, job_identity, job_key
@@ -435,9 +436,13 @@ class Rendezvous:
         return reason
 
     def _deliver(self, opening: _Opening, posts: Sequence[Post]) -> None:
+        last: Message | None = None
+        data = b""
         for rank, message in posts:
             if rank in opening.visitors:
-                self._say(opening.visitors[rank], message)
+                if message is not last:  # one encoding for all ranks
+                    last, data = message, encode_message(message)
+                opening.visitors[rank].connection.send_encoded(data)
 
     def _say(self, visitor: _RankConnection, message: Message) -> None:
         visitor.connection.send(message)
