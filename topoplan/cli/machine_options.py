@@ -53,6 +53,8 @@ NETWORK_OPTIONS = (
     "leaf_size",
     "pod_size",
     "pod_oversubscription",
+    "group_size",
+    "global_gbps",
     "nic_access",
     "helpers",
     "transport",
@@ -100,6 +102,8 @@ def add_cluster_options(parser: OneLineParser) -> None:
         --leaf-size L          with fat-tree: servers on each leaf switch
         --pod-size L           with fat-tree: leaves in each pod of a tree of three levels (default: two levels)
         --pod-oversubscription F  downlinks over uplinks of a pod (default: 1)
+        --group-size L         with dragonfly: servers in each group
+        --global-bandwidth RATE  with dragonfly: each way between any two groups
         --nic-access HOW       {" or ".join(NIC_ACCESS)}: a NIC serves the GPUs nearest on PCIe, or all GPUs at its
                                full rate (default: {NIC_ACCESS[0]})
         --helpers K            aggregation servers: machines without GPUs that add and copy, with as many NICs as a
@@ -118,6 +122,8 @@ def add_cluster_options(parser: OneLineParser) -> None:
         leaf_size=_count,
         pod_size=_count,
         pod_oversubscription=number(1, math.inf, "number of 1 (no oversubscription) or more, such as 2"),
+        group_size=_count,
+        global_bandwidth=rate_option("global", "Gb/s"),
         helpers=_count,
         transport={"choices": tuple(TRANSPORTS)},
         flow_bandwidth=rate_option("flow", "Gb/s"),
@@ -141,10 +147,10 @@ def apply_cluster_options(
 def requested_by_kind(options: argparse.Namespace, machine: Topology) -> ClusterByKind | None:
     """Return the cluster that the options ask for by its kinds of servers, without the faults of `faulty_by_kind`.
 
-    None for no cluster, or one with helpers.
+    None for no cluster, one with helpers, or a dragonfly.
     """
     machine, count, given = _asked_cluster(options, apply_overlay(options, machine))
-    if count is None or given.pop("helpers") is not None:
+    if count is None or given.pop("helpers") is not None or given["network"] == "dragonfly":
         return None
     return cluster_by_kind([Server(machine, count=count)], name=f"{count} x {machine.name}", **given)
 

@@ -308,7 +308,10 @@ def _placement_object(ranked: MeshOrder, one: MeshPlacement, collective: str) ->
 FORMATS = (*LAUNCH_FILES, "jaccl", "json")
 
 NOT_OF_TREES = dict.fromkeys(
-    ("servers", "network", "rails", "leaf_size", "pod_size", "pod_oversubscription", "helpers", "merge")
+    (
+        *("servers", "network", "rails", "leaf_size", "pod_size", "pod_oversubscription"),
+        *("group_size", "global_gbps", "helpers", "merge"),
+    )
 )
 """Options that a description of Slurm replaces."""
 

@@ -41,6 +41,8 @@ def cluster(
     leaf_size: int | None = None,
     pod_size: int | None = None,
     pod_oversubscription: float | None = None,
+    group_size: int | None = None,
+    global_gbps: float | None = None,
     nic_access: str = "pcie",
     helpers: int | None = None,
     transport: str | None = None,
@@ -54,7 +56,7 @@ def cluster(
 
     Devices of server i are called ``s<i>.<name>``, and their ``server`` is ``s<i>``. Switches are devices of kind
     switch: ``switch0``, or ``rail<i>``, or ``leaf<i>``, and ``spine0``, or ``pod<i>`` and
-    ``core0``. GPU numbers run through all servers.
+    ``core0``, or ``group<i>``. GPU numbers run through all servers.
 
     Parameters
     ----------
@@ -68,9 +70,9 @@ def cluster(
         ``"mlx5_0,mlx5_1"``, or ``"^mlx5_2"`` for all others (see `topoplan.machine.nic_wiring`). None takes the
         choice of NCCL, the nearest of each GPU, or one if the machine has none.
     network : str or SwitchTree
-        ``switch``, ``rail-optimised`` or ``fat-tree`` (see `topoplan.machine.cluster_network`), ``cables`` (see
-        `topoplan.machine.cables`), or a tree of named switches.
-    rails, oversubscription, leaf_size, pod_size, pod_oversubscription : number or None
+        ``switch``, ``rail-optimised``, ``fat-tree`` or ``dragonfly`` (see `topoplan.machine.cluster_network`),
+        ``cables`` (see `topoplan.machine.cables`), or a tree of named switches.
+    rails, oversubscription, leaf_size, pod_size, pod_oversubscription, group_size, global_gbps : number or None
         For the network kinds that have them (see `ClusterNetwork`).
     nic_access : str
         ``pcie``: NICs serve the nearest GPUs, as fast as PCIe allows. ``direct``: every NIC serves all GPUs of its
@@ -135,6 +137,7 @@ def cluster(
         raise UsageError("a cluster needs at least one server")
     name = name or _name(servers)
     plugged = None
+    deeper = (pod_size, pod_oversubscription, group_size, global_gbps)
     carrier = transport_of(transport, memory_gbps)
     if network == "cables":
         for key, value in (
@@ -145,7 +148,7 @@ def cluster(
         ):
             if value is not None:
                 raise UsageError(f"{key} does not go with the network cables, got {value!r}; leave it out")
-        _network("switch", rails, oversubscription, leaf_size, pod_size, pod_oversubscription)
+        _network("switch", rails, oversubscription, leaf_size, *deeper)
         servers, plugged = plug_in(servers, cables, gbps_total)
         network, carrier = "switch", CABLED if transport in (None, "rdma") else carrier
     elif cables or gbps_total is not None:
@@ -154,7 +157,7 @@ def cluster(
         servers,
         nic_gbps=nic_gbps,
         nics=nics,
-        network=_network(network, rails, oversubscription, leaf_size, pod_size, pod_oversubscription),
+        network=_network(network, rails, oversubscription, leaf_size, *deeper),
         nic_access=nic_access,
         helpers=helpers,
         carrier=carrier,
@@ -290,13 +293,16 @@ def _network(
     leaf_size: int | None,
     pod_size: int | None,
     pod_oversubscription: float | None,
+    group_size: int | None,
+    global_gbps: float | None,
 ) -> ClusterNetwork | SwitchTree:
+    deeper = (leaf_size, pod_size, pod_oversubscription, group_size, global_gbps)
     if isinstance(network, str):
-        return ClusterNetwork(network, rails, oversubscription, leaf_size, pod_size, pod_oversubscription)
-    if any(one is not None for one in (rails, leaf_size, pod_size, pod_oversubscription)):
+        return ClusterNetwork(network, rails, oversubscription, *deeper)
+    if any(one is not None for one in (rails, *deeper)):
         raise UsageError(
-            "rails, leaf_size, pod_size and pod_oversubscription do not go with a tree of named switches; leave them "
-            "out"
+            "rails, leaf_size, pod_size, pod_oversubscription, group_size and global_gbps do not go with a tree of "
+            "named switches; leave them out"
         )
     return network if oversubscription is None else replace(network, oversubscription=oversubscription)
 
@@ -385,6 +391,8 @@ def cluster_by_kind(
     leaf_size: int | None = None,
     pod_size: int | None = None,
     pod_oversubscription: float | None = None,
+    group_size: int | None = None,
+    global_gbps: float | None = None,
     nic_access: str = "pcie",
     transport: str | None = None,
     memory_gbps: float | None = None,
@@ -397,9 +405,9 @@ def cluster_by_kind(
     ----------
     servers : sequence of Server
         As for `cluster`, without names.
-    nic_gbps, nics, network, rails, oversubscription, leaf_size, pod_size, pod_oversubscription, nic_access, transport,
-    memory_gbps, flow_gbps, name
-        As for `cluster`; ``network`` is one of its kinds. A cluster by kind has no helpers.
+    nic_gbps, nics, network, rails, oversubscription, leaf_size, pod_size, pod_oversubscription, group_size,
+    global_gbps, nic_access, transport, memory_gbps, flow_gbps, name
+        As for `cluster`; ``network`` is one of its kinds, except dragonfly. A cluster by kind has no helpers.
 
     Returns
     -------
@@ -422,7 +430,11 @@ def cluster_by_kind(
     >>> many.servers, many.size, len(many.cells)
     (12500, 100000, 1)
     """
-    joined = ClusterNetwork(network, rails, oversubscription, leaf_size, pod_size, pod_oversubscription)
+    joined = ClusterNetwork(
+        network, rails, oversubscription, leaf_size, pod_size, pod_oversubscription, group_size, global_gbps
+    )
+    if network == "dragonfly":
+        raise UsageError("network must be one that is planned by kind, got dragonfly; use topoplan.cluster")
     made = _wire(
         servers,
         nic_gbps=nic_gbps,

@@ -4,10 +4,12 @@
 - ``rail-optimised``: NIC i of every server on switch ``rail<i>``; with R rails on ``rail<i mod R>``. A spine joins the
   rails if an oversubscription is given; else they are not joined.
 - ``fat-tree``: the NICs of several servers on each switch ``leaf<i>``, and the leaves on a spine.
+- ``dragonfly``: the NICs of several servers on each switch ``group<i>``, and a link between every two groups.
 - a `SwitchTree`: named servers on named switches, and these on others.
 
-One device ``spine0`` stands for all spine switches. The uplink of a switch is as fast as its downlinks together,
-divided by the oversubscription.
+One device ``spine0`` stands for all spine switches, and one ``group<i>`` for all switches of a group, whose links are
+taken as no bottleneck. The uplink of a switch is as fast as its downlinks together, divided by the
+oversubscription.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import permutations
 
 from topoplan.errors import UsageError
 from topoplan.machine.nic_wiring import NicPort
@@ -124,12 +127,10 @@ def check_count(name: str, value: int | None, *, most: int = 10**15) -> None:
         raise UsageError(f"{name} {format_value(value)} must be a whole number from 1 to {most:,}")
 
 
-def nic_rate(gbps: float) -> float:
-    """Return the GB/s of a NIC that is sold as ``gbps`` Gb/s; UsageError if it is out of the range of links."""
+def nic_rate(gbps: float, name: str = "nic_gbps") -> float:
+    """Return the GB/s of a NIC, or of another link, sold as ``gbps`` Gb/s; UsageError if out of the range of links."""
     if not is_number(gbps) or not 8 * SLOWEST <= gbps <= 8 * FASTEST:
-        raise UsageError(
-            f"nic_gbps {format_value(gbps)} must be a number of Gb/s above zero, for example 100"
-        )
+        raise UsageError(f"{name} {format_value(gbps)} must be a number of Gb/s above zero, for example 100")
     return gigabytes_from_gigabits(gbps)
 
 
@@ -154,7 +155,7 @@ def stated_gigabits(machine: Topology) -> float:
     raise UsageError("nic_gbps is not given: say how many Gb/s each NIC has, for example 100")
 
 
-NETWORKS = ("switch", "rail-optimised", "fat-tree")
+NETWORKS = ("switch", "rail-optimised", "fat-tree", "dragonfly")
 
 SPINE = "spine0"
 
@@ -168,6 +169,8 @@ _BELONGS = {
     "leaf_size": ("fat-tree",),
     "pod_size": ("fat-tree",),
     "pod_oversubscription": ("fat-tree",),
+    "group_size": ("dragonfly",),
+    "global_gbps": ("dragonfly",),
 }
 
 
@@ -179,7 +182,8 @@ class ClusterNetwork:
     leaf or rail, 1 or more; None is 1 for a fat tree, and leaves rails unjoined. ``leaf_size`` is the servers on each
     leaf of a fat tree. ``pod_size`` is the leaves in each pod of a fat tree of three levels, whose leaves are joined by
     a switch ``pod<i>``, and the pods by ``core0``; ``pod_oversubscription`` is downlinks over uplinks of a pod, 1 if
-    None. UsageError if the kind is unknown, or a field is missing, out of range or of another kind.
+    None. ``group_size`` is the servers in each group of a dragonfly, and ``global_gbps`` the Gb/s each way between any
+    two groups. UsageError if the kind is unknown, or a field is missing, out of range or of another kind.
     """
 
     kind: str = "switch"
@@ -188,6 +192,8 @@ class ClusterNetwork:
     leaf_size: int | None = None
     pod_size: int | None = None
     pod_oversubscription: float | None = None
+    group_size: int | None = None
+    global_gbps: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind == "cables":
@@ -205,6 +211,7 @@ class ClusterNetwork:
         check_count("rails", self.rails)
         check_count("leaf_size", self.leaf_size)
         check_count("pod_size", self.pod_size)
+        check_count("group_size", self.group_size)
         _check_ratio(self.oversubscription)
         _check_ratio(self.pod_oversubscription, "pod_oversubscription")
         if self.pod_oversubscription is not None and self.pod_size is None:
@@ -216,6 +223,13 @@ class ClusterNetwork:
             raise UsageError(
                 "a fat tree needs leaf_size (--leaf-size), the number of servers on each leaf switch"
             )
+        if self.kind == "dragonfly" and (self.group_size is None or self.global_gbps is None):
+            raise UsageError(
+                "a dragonfly needs group_size (--group-size), the number of servers in each group, and global_gbps "
+                "(--global-bandwidth), the Gb/s between any two groups"
+            )
+        if self.global_gbps is not None:
+            nic_rate(self.global_gbps, "global_gbps")
 
     @property
     def has_spine(self) -> bool:
@@ -295,6 +309,8 @@ def join_servers(
                 links += _uplinks(pod, inside if below is None else below[pod], ratio, CORE)
             pods.append(CORE)
         switches += pods
+    elif network.kind == "dragonfly":
+        links += _global_links(network, switches)
     else:
         _check_reach([name for name, _ in servers], homes)
     return [Device(switch, "switch") for switch in switches], links
@@ -370,6 +386,9 @@ def _switch(network: ClusterNetwork, server: int, nic: int, rails: int) -> str:
         return "switch0"
     if network.kind == "rail-optimised":
         return f"rail{nic % rails}"
+    if network.kind == "dragonfly":
+        assert network.group_size is not None, "a dragonfly has it"
+        return f"group{server // network.group_size}"
     assert network.leaf_size is not None, "a fat tree has it"
     return f"leaf{server // network.leaf_size}"
 
@@ -383,6 +402,13 @@ def _uplinks(
         Link(switch, above, "network", nearest_float(Fraction(up))),
         Link(above, switch, "network", nearest_float(Fraction(back))),
     )
+
+
+def _global_links(network: ClusterNetwork, groups: Sequence[str]) -> list[Link]:
+    """Return the links between any two groups of a dragonfly, both ways."""
+    assert network.global_gbps is not None, "a dragonfly has it"
+    rate = nic_rate(network.global_gbps)
+    return [Link(one, other, "network", rate) for one, other in permutations(groups, 2)]
 
 
 def _check_reach(servers: Sequence[str], homes: Sequence[Sequence[str]]) -> None:

@@ -193,6 +193,8 @@ _NETWORK_KEYS = {
     "leaf_size": WHOLE,
     "pod_size": WHOLE,
     "pod_oversubscription": NUMBER,
+    "group_size": WHOLE,
+    "global_gbps": NUMBER,
     "nic_access": PRINTABLE,
     "helpers": WHOLE,
     "transport": PRINTABLE,
@@ -225,9 +227,9 @@ def cluster_from_object(
 def by_kind_from_object(
     value: Mapping[str, object], load_machine: LoadMachine, load_tree: LoadTree | None = None
 ) -> ClusterByKind | None:
-    """Return the cluster that decoded JSON describes by its kinds; None if it has a ``tree``, helpers or cables."""
+    """Return the cluster that decoded JSON describes by its kinds; None with a ``tree``, helpers, cables or groups."""
     entries, network, name = _checked_object(value)
-    if {"tree", "helpers", "cables"} & set(network) or network.get("kind") == "cables":
+    if {"tree", "helpers", "cables"} & set(network) or network.get("kind") in ("cables", "dragonfly"):
         return None
     servers = _servers(entries, network, load_machine)
     return cluster_by_kind(servers, name=name, **_network_options(network))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 import topoplan
 from tests.support.kind_clusters import random_cluster
 from topoplan import Server, UsageError, cluster_by_kind
 from topoplan.machine.cluster_by_kind import MOST_SERVERS
+from topoplan.reading.load import load_cluster_by_kind
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -91,3 +94,19 @@ def test_bad_input_is_refused_in_one_line() -> None:
     many = cluster_by_kind([Server("dgx-h100", count=MOST_SERVERS)], nic_gbps=400)
     with pytest.raises(UsageError, match=r"take about .* of memory"):
         many.listed()
+
+
+def test_a_file_of_a_dragonfly_is_listed() -> None:
+    network = {"kind": "dragonfly", "nic_gbps": 100, "group_size": 2, "global_gbps": 40}
+    text = json.dumps(
+        {
+            "format": "topoplan.cluster/1",
+            "servers": [{"machine": "v100x4", "count": 3}],
+            "network": network,
+        }
+    )
+    assert load_cluster_by_kind(text) is None
+    made = topoplan.cluster(
+        [Server("v100x4", count=3)], nic_gbps=100, network="dragonfly", group_size=2, global_gbps=40
+    )
+    assert topoplan.load(text).links == made.links

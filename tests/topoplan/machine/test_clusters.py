@@ -16,7 +16,7 @@ from tests.support.machine_links import speeds
 from tests.support.refusals import refused
 from tests.support.small_machines import LARGEST, library_cases
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.machine.cluster import cluster, nvswitch_cluster
+from topoplan.machine.cluster import cluster, cluster_by_kind, nvswitch_cluster
 from topoplan.machine.cluster_network import NETWORKS, Server
 from topoplan.machine.fabric import usable_fabric
 from topoplan.machine.host_topology import both_ways
@@ -334,15 +334,37 @@ def test_a_fat_tree_of_three_levels_joins_its_pods_by_a_core() -> None:
     assert switches(tree(2)) == ["leaf0"]
 
 
+def test_groups_of_a_dragonfly_are_joined_pairwise() -> None:
+    """Five servers in groups of two: the last group has one; one group has no links to others."""
+
+    def dragonfly(count: int) -> Topology:
+        network: dict[str, Any] = {"network": "dragonfly", "group_size": 2, "global_gbps": 40}
+        return cluster([Server("v100x4", count=count)], nic_gbps=100, nics=1, nic_access="direct", **network)
+
+    made = speeds(dragonfly(5))
+    pairs = {(f"group{i}", f"group{j}") for i in range(3) for j in range(3) if i != j}
+    assert {ends: rate for ends, rate in made.items() if ends in pairs} == dict.fromkeys(pairs, 5.0)
+    assert switches(dragonfly(5)) == ["group0", "group1", "group2"]
+    assert switches(dragonfly(2)) == ["group0"]
+    assert topoplan.plan(dragonfly(2), "all_gather").rate == 25.0
+    # Groups of 2 receive 2 x 5 GB/s and need 4/6 of the buffer: as much as 12.5 GB/s for 5/6 in each server.
+    assert topoplan.plan(dragonfly(6), "all_gather").rate == 15.0
+
+
 @pytest.mark.parametrize("network", NETWORKS)
 def test_representative_servers_keep_the_way_to_the_others(network: str) -> None:
     """A broken server stands apart; a machine is its own excerpt."""
-    settings = {"leaf_size": 2} if network == "fat-tree" else {}
-    settings |= {} if network == "switch" else {"oversubscription": 2}
-    made = cluster([Server(V100S, count=6)], nic_gbps=100, network=network, **settings)  # type: ignore[arg-type]
+    settings: dict[str, dict[str, Any]] = {
+        "switch": {},
+        "rail-optimised": {"oversubscription": 2},
+        "fat-tree": {"leaf_size": 2, "oversubscription": 2},
+        "dragonfly": {"group_size": 2, "global_gbps": 50},
+    }
+    made = cluster([Server(V100S, count=6)], nic_gbps=100, network=network, **settings[network])
     part = representative_servers(made)
     assert part.servers == ("s0",)
-    assert ("spine0" in {device.name for device in part.devices}) == (network != "switch")
+    beyond = {"switch": "switch0", "dragonfly": "group2"}.get(network, "spine0")
+    assert beyond in {device.name for device in part.devices}
     broken = topoplan.without_links(nvswitch_cluster(4), ["s2.gpu0-s2.nvswitch0"])
     assert equivalent_servers(broken) == (("s0", "s1", "s3"), ("s2",))
     assert representative_servers(broken).servers == ("s0", "s2")
@@ -385,6 +407,16 @@ MISFITS: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         (cluster, box(network="fat-tree"), "a fat tree needs leaf_size"),
         (cluster, box(network="fat-tree", leaf_size=0), "leaf_size 0"),
         (cluster, box(network="fat-tree", leaf_size=1, pod_size=0), "pod_size 0"),
+        (cluster, box(network="dragonfly"), "a dragonfly needs group_size"),
+        (cluster, box(network="dragonfly", group_size=2), "a dragonfly needs group_size"),
+        (cluster, box(network="dragonfly", group_size=0, global_gbps=1), "group_size 0"),
+        (cluster, box(network="dragonfly", group_size=2, global_gbps=0), "global_gbps 0 must"),
+        (cluster, box(global_gbps=2), "global_gbps belongs to the network dragonfly"),
+        (
+            cluster_by_kind,
+            box(network="dragonfly", group_size=2, global_gbps=1),
+            "network must be one that is planned by kind, got dragonfly",
+        ),
         (cluster, box(pod_size=2), "pod_size belongs to the network fat-tree"),
         (
             cluster,
