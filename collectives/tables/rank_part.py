@@ -31,7 +31,7 @@ from topoplan.plans.kind_templates import (
     represented,
 )
 from topoplan.plans.plan_by_kind import PlanByKind
-from topoplan.plans.shards import ALIGNMENT, Edge, Stage
+from topoplan.plans.shards import Edge, Stage, aligned_end
 
 Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -72,10 +72,8 @@ class RankPart:
         check_lengths(count, 1, ranks=self.ranks, blocks=self.blocks)
         fits = self.unit * max(count, self.blocks, 1) < 1 << 62
         steps = self.steps if fits else self.steps.astype(object)
-        start = steps * self.blocks // self.unit * (count // self.blocks)
-        inside = steps * count // self.unit - start
-        ends = (start + inside // ALIGNMENT * ALIGNMENT).astype(np.int64)
-        return np.concatenate((np.zeros(1, dtype=np.int64), ends))
+        ends = aligned_end(steps, self.unit, count, blocks=self.blocks)
+        return np.concatenate((np.zeros(1, dtype=np.int64), ends.astype(np.int64)))
 
     def rows(self, count: int, *, chunk_elements: int) -> dict[str, NDArray[np.generic]]:
         """Return the rank's rows of the transfer table of a buffer of ``count`` elements, column by column.

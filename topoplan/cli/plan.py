@@ -77,9 +77,10 @@ MODES = {
 """The options of each mode, of those in `NOT_GIVEN`; without a mode trees are packed, and all options are taken."""
 
 NOT_GIVEN = {
-    **dict.fromkeys(("root", "order", "height", "epsilon", "threshold", "time_limit", "tolerance", "size")),
+    **dict.fromkeys(
+        ("root", "order", "height", "epsilon", "threshold", "time_limit", "tolerance", "size", "relays")
+    ),
     **dict.fromkeys(("demand", "output", "plot", "sizes", "mesh", "survive", "density", "schedule_file")),
-    "relays": None,
     **dict.fromkeys(("explain", "csv", "bound_only"), False),
     **{"collective": "allreduce", "method": "exact", "schedule": TREES},
 }
@@ -89,7 +90,7 @@ OWNERS = {
     **dict.fromkeys(("epsilon", "threshold"), "--method mwu"),
     **dict.fromkeys(("order", "height", "time_limit", "tolerance"), "--method exact"),
     **{"engine": "--sizes", "engine_costs": "--engine windows", "axes": "--mesh", "entry_bits": "--density"},
-    "relays": "--gpus",
+    **{"relays": "--gpus"},
 }
 """Options that mean nothing without another one."""
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from topoplan.engines.exported import Exported
 from topoplan.errors import UsageError
+from topoplan.machine.cables import cabled_nics
 from topoplan.machine.topology import Device, Topology
 from topoplan.reading.rdma_ports import NAMES_CHANGE, jaccl_shapes
 
@@ -28,13 +29,8 @@ def jaccl_devices(topology: Topology, order: Sequence[int] | None = None) -> Exp
             f"JACCL has a rank on each of several servers, got {len(gpus)} GPUs on {len(place)} servers"
         )
     cells: list[list[list[str]]] = [[[] for _ in servers] for _ in servers]
-    for link in topology.links:
-        near, far = topology.device(link.src), topology.device(link.dst)
-        if (
-            near.kind == far.kind == "nic"
-            and near.server != far.server
-            and {near.server, far.server} <= set(place)
-        ):
+    for near, far in cabled_nics(topology):
+        if near.server in place and far.server in place:
             cells[place[near.server]][place[far.server]].append(_name(near))
     if not any(map(any, cells)):
         raise UsageError(f"no cable joins two servers of {topology.name}; give one whose network is cables")

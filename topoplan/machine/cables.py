@@ -13,7 +13,7 @@ between the GPUs and the ports, and the links to it and from it have the cap.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -38,6 +38,14 @@ ADAPTER = "ports"
 """Name of the NIC that stands for all ports of a server whose traffic is capped."""
 
 _END = re.compile(r"(?P<server>[^\s:]{1,200}):(?P<port>[A-Za-z0-9_-]{1,80})")
+
+
+def cabled_nics(topology: Topology) -> Iterator[tuple[Device, Device]]:
+    """Yield for every link from a NIC to that of another server both NICs: each cable in both directions."""
+    for link in topology.links:
+        near, far = topology.device(link.src), topology.device(link.dst)
+        if near.kind == far.kind == "nic" and near.server and far.server and near.server != far.server:
+            yield near, far
 
 
 def _check_gbps(where: str, gbps: float) -> None:

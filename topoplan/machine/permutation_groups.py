@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import combinations
-from math import isqrt
+from math import isqrt, lcm
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -62,6 +62,29 @@ def orbits(size: int, generators: Sequence[Permutation]) -> Integers:
     if not generators:
         return here
     return components(size, np.tile(here, len(generators)), np.concatenate(generators))
+
+
+def cycle_lengths(permutation: Integers) -> list[int]:
+    """Return the different lengths of a permutation's cycles, ascending.
+
+    >>> cycle_lengths(np.array([1, 2, 0, 3]))
+    [1, 3]
+    """
+    # A cycle's smallest member, by doubling: after step k the least of 2^k members that follow.
+    smallest = np.arange(len(permutation), dtype=np.int64)
+    ahead = permutation
+    while True:
+        further = np.minimum(smallest, smallest[ahead])
+        if np.array_equal(further, smallest):
+            break
+        smallest, ahead = further, ahead[ahead]
+    counts = np.bincount(smallest)
+    return [int(length) for length in np.unique(counts[counts > 0])]
+
+
+def permutation_order(permutation: Permutation) -> int:
+    """Return the least power, from 1, that is the identity."""
+    return lcm(*cycle_lengths(permutation))
 
 
 def group_elements(generators: Sequence[Permutation], limit: int) -> NDArray[np.int32] | None:
@@ -159,7 +182,7 @@ class CommutingGroup:
     def __init__(self, generators: Sequence[Permutation], exponents: Integers) -> None:
         self.nodes = len(generators[0])
         self.exponents = exponents
-        self._orders = tuple(_order(one) for one in generators)
+        self._orders = tuple(permutation_order(one) for one in generators)
         self._powers = tuple(_powers(one, order) for one, order in zip(generators, self._orders, strict=True))
 
     def __len__(self) -> int:
@@ -184,14 +207,6 @@ class CommutingGroup:
             times = exponents[..., place]
             nodes = few[times % len(few), many[times // len(few), nodes]].astype(np.int64)
         return nodes.astype(np.int32)
-
-
-def _order(permutation: Permutation) -> int:
-    """Return the least power, from 1, that is the identity."""
-    still, image, order = np.arange(len(permutation)), permutation, 1
-    while not np.array_equal(image, still):
-        image, order = permutation[image], order + 1
-    return order
 
 
 def _powers(permutation: Permutation, order: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

@@ -20,7 +20,7 @@ from fractions import Fraction
 from functools import cached_property
 from hashlib import blake2b
 from itertools import groupby, pairwise
-from typing import overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -218,15 +218,23 @@ def shard_bounds(shares: Iterable[Fraction], count: int, *, blocks: int = 1) -> 
     >>> shard_bounds([Fraction(1, 4)] * 4, 100, blocks=2)
     [0, 16, 50, 66, 100]
     """
-    block = count // blocks
     bounds = [0]
     total = Fraction(0)
     for share in shares:
         total += share
-        start = total.numerator * blocks // total.denominator * block
-        inside = total.numerator * count // total.denominator - start
-        bounds.append(start + inside // ALIGNMENT * ALIGNMENT)
+        bounds.append(aligned_end(total.numerator, total.denominator, count, blocks=blocks))
     return bounds
+
+
+Parts = TypeVar("Parts", int, NDArray[Any])
+
+
+def aligned_end(parts: Parts, unit: int, count: int, *, blocks: int) -> Parts:
+    """Return the bound of `shard_bounds` after ``parts`` of ``unit`` equal parts of the buffer, or array of bounds."""
+    start = parts * blocks // unit * (count // blocks)
+    inside = parts * count // unit - start
+    end: Parts = start + inside // ALIGNMENT * ALIGNMENT
+    return end
 
 
 def bracket_notation(names: Sequence[str], stage: Stage, *, longest: int | None = None) -> str:

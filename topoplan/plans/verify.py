@@ -292,7 +292,7 @@ def _check_helpers(shard: Shard, number: int, fabric: Fabric) -> None:
 
 
 @dataclass(frozen=True)
-class _Moves:
+class Moves:
     """The edges of a stage as arrays, level by level from the root."""
 
     op: str
@@ -300,7 +300,7 @@ class _Moves:
     levels: tuple[tuple[NDArray[np.int64], NDArray[np.int64]], ...]
 
     @staticmethod
-    def of(stage: Stage) -> _Moves:
+    def of(stage: Stage) -> Moves:
         depth = {stage.root: 0}
         levels: dict[int, tuple[list[int], list[int]]] = {}
         for edge in stage.top_down():
@@ -308,22 +308,16 @@ class _Moves:
             parents, children = levels.setdefault(depth[edge.child], ([], []))
             parents.append(edge.parent)
             children.append(edge.child)
-        return _Moves(stage.op, stage.root, tuple((np.array(p), np.array(c)) for p, c in levels.values()))
+        return Moves(stage.op, stage.root, tuple((np.array(p), np.array(c)) for p, c in levels.values()))
 
 
-def contributions(
-    stages: Sequence[Stage], start: NDArray[np.int64], *, helpers: int = 0
-) -> NDArray[np.int64]:
+def contributions(stages: Sequence[Moves], held: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
     """Count the contributions that every rank holds after the stages.
 
-    ``start``, (V, sources), and the result count how often vertex r, a rank or one of the last ``helpers``, holds the
-    contribution of a source; counts above `MANY` are `MANY`. PlanError if a helper sends before it holds anything from
-    any source.
+    ``held``, (V, sources), is changed and returned: how often vertex r, one of the first ``ranks`` or a helper, holds
+    the contribution of a source; counts above `MANY` are `MANY`. PlanError if a helper sends before it holds anything
+    from any source.
     """
-    return _counted([_Moves.of(stage) for stage in stages], start.copy(), len(start) - helpers)
-
-
-def _counted(stages: Sequence[_Moves], held: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
     chosen: NDArray[np.int64] | None = None
     for stage in stages:
         if stage.op == "gather":
@@ -363,14 +357,14 @@ def _check_postcondition(plan: Plan, shard: Shard, number: int, vertices: int) -
         destinations = [_integer(plan.root if plan.collective == "reduce" else _owner(plan, shard, number))]
     last = len(shard.stages) - 1
     step = size if vertices > size else max(1, MOST_COUNTED // vertices)
-    moves = [_Moves.of(stage) for stage in shard.stages]
+    moves = [Moves.of(stage) for stage in shard.stages]
     for first in range(0, size, step):
         sources = np.arange(first, min(first + step, size))
         start = np.zeros((vertices, len(sources)), dtype=np.int64)
         start[sources, np.arange(len(sources))] = 1
         wanted = np.ones(len(sources), dtype=np.int64) if owner is None else start[owner].copy()
         try:
-            held = _counted(moves, start, size)
+            held = contributions(moves, start, size)
         except PlanError as error:
             raise error.within(number, last) from None
         there = held if len(destinations) == vertices else held[destinations]

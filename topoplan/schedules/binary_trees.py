@@ -26,6 +26,7 @@ from functools import partial
 from itertools import pairwise
 
 from topoplan.errors import InfeasibleError, UsageError, warning
+from topoplan.machine.cables import cabled_nics
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology, TopologyLike
 from topoplan.plans.build import Allocation, stage_order, trivial_plan
@@ -268,11 +269,7 @@ def nccl_start_warning(topology: Topology) -> tuple[str, ...]:
     if models[0].startswith("Apple"):
         return (warning(f"NCCL does not run on {models[0]}; its rates here are what it would reach"),)
     servers = list(dict.fromkeys(topology.device(gpu).server for gpu in topology.gpus))
-    joined = set()
-    for link in topology.links:
-        ends = topology.device(link.src), topology.device(link.dst)
-        if all(end.kind == "nic" and end.server for end in ends) and ends[0].server != ends[1].server:
-            joined.add(frozenset(end.server for end in ends))
+    joined = {frozenset((near.server, far.server)) for near, far in cabled_nics(topology)}
     if not joined:
         return ()
     count = len(servers)

@@ -7,7 +7,7 @@ count, and data is striped over them at every switch by the width of the next li
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from functools import cached_property
 from itertools import permutations
@@ -52,7 +52,7 @@ class NcclServerRoutes:
     def between(self, first: int, second: int) -> Loads | None:
         """Return the load of a byte from one server to another on each link, over all channels that join them."""
         if (first, second) not in self._between:
-            joined = self._joined(first, second)
+            joined = list(self._joined(first, second))
             part = Fraction(1, max(len(joined), 1))
             whole = summed((way, Fraction(1)) for way in joined)
             self._between[first, second] = (
@@ -62,20 +62,24 @@ class NcclServerRoutes:
 
     def distance(self, first: int, second: int) -> Fraction:
         """Return the links from one server to another on the first channel that joins them, else `NOWHERE`."""
-        way = next(iter(self._joined(first, second)), None)
+        way = next(self._joined(first, second), None)
         return NOWHERE if way is None else sum(way.values(), Fraction(0))
 
-    def _joined(self, first: int, second: int) -> list[Loads]:
-        """Return the ways of all channels between two servers.
+    def _joined(self, first: int, second: int) -> Iterator[Loads]:
+        """Yield the ways of all channels between two servers.
 
         If none joins them, as on cables from one port to another, a channel may leave over one NIC and enter over
         another, which NCCL does with NCCL_IB_SUBNET_AWARE_ROUTING.
         """
         channels = range(self.channels.count)
-        ways = [self._way(first, second, channel, channel) for channel in channels]
-        if not any(ways):
-            ways = [self._way(first, second, *pair) for pair in permutations(channels, 2)]
-        return [way for way in ways if way]
+        found = False
+        for channel in channels:
+            if way := self._way(first, second, channel, channel):
+                found = True
+                yield way
+        if not found:
+            ways = (self._way(first, second, *pair) for pair in permutations(channels, 2))
+            yield from filter(None, ways)
 
     def switch_ways(self) -> dict[str, tuple[str, ...]]:
         """Map every switch of the network to its path from one in the middle; empty if the network is not a tree."""

@@ -273,9 +273,10 @@ def low_arborescences(
     place = np.array(roots, dtype=np.int64)
     if isinstance(cost, SparseCosts) and (effort != BY_HOPS or height <= 2):
         cost = cost.table()
-    size = cost.size if isinstance(cost, SparseCosts) else len(cost)
+    size = len(cost)
+    costs: Costs | SparseCosts
     if isinstance(cost, SparseCosts):
-        costs: Costs | SparseCosts = cost
+        costs = cost
     else:
         costs = np.array(cost, dtype=np.float64, order="C")
         np.fill_diagonal(costs, float(UNREACHABLE))

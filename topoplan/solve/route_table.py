@@ -202,6 +202,9 @@ class SparseCosts:
         mine, theirs = (self.tails, self.heads, self.costs), (back.tails, back.heads, back.costs)
         return all(map(np.array_equal, mine, theirs))
 
+    def __len__(self) -> int:
+        return self.size
+
     def table(self) -> NDArray[np.int64]:
         """(size, size) int64: all costs, `UNREACHABLE` if no route joins a pair; UsageError if that is too large."""
         check_pairs(self.size)

@@ -32,7 +32,7 @@ from topoplan.machine.fabric import Fabric
 from topoplan.plans.build import trivial_plan
 from topoplan.plans.plan import ALL_COLLECTIVES, COLLECTIVES, Plan
 from topoplan.plans.shards import Shard, Stage
-from topoplan.plans.verify import contributions
+from topoplan.plans.verify import Moves, contributions
 
 
 def elements(plan: Plan, count: int) -> int:
@@ -287,7 +287,7 @@ def test_execution_counts_contributions_as_the_plan_checker_does(plan: Plan, chu
         memory = [np.full(count, int(rank == contribution)) for rank in range(size)]
         execute(table, memory, memory)
         for number, shard in enumerate(plan.shards):
-            held = contributions(shard.stages, np.eye(size, dtype=np.int64))
+            held = contributions(list(map(Moves.of, shard.stages)), np.eye(size, dtype=np.int64), size)
             part = slice(int(table.bounds[number]), int(table.bounds[number + 1]))
             for rank in range(size):
                 assert np.all(memory[rank][part] == held[rank, contribution])

@@ -36,7 +36,7 @@ def test_what_was_read_is_written(cells: list[list[object]]) -> None:
 
 @pytest.mark.parametrize("order", list(permutations(range(4)))[1::5])
 def test_a_ring_is_found_in_any_order_and_written(order: tuple[int, ...], tmp_path: Path, run: Run) -> None:
-    """What JACCL refuses as given it runs in the order found: both sides of a rank have the ends of two cables."""
+    """JACCL refuses the order given and runs the one found: both sides of a rank have the ends of two cables."""
     given = tmp_path / "devices.json"
     given.write_text(json.dumps(permuted(RING, order)), encoding="utf-8")
     status, out, _ = run("order", str(given), "--format", "jaccl")

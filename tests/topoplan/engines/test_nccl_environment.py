@@ -19,7 +19,7 @@ ALL_FUNCTIONS = "=rocep1s0f0,roceP2p1s0f0,rocep1s0f1,roceP2p1s0f1"
 
 
 def sourced(text: str, server: str = "s0") -> dict[str, str]:
-    """What a shell has exported after it has read the file."""
+    """Return the variables that a shell has exported after it has read the file."""
     shell = subprocess.run(
         ["/bin/sh", "-eu", "-c", f"{text}\nenv"],
         env={"PATH": os.environ["PATH"], "TOPOPLAN_SERVER": server},
@@ -141,7 +141,7 @@ def test_rails_keep_their_number_and_unnamed_nics_are_listed() -> None:
 
 
 def test_far_nics_are_left_out() -> None:
-    """Of NICs with names, those alone that the plan uses."""
+    """The file names the NICs that the plan uses, and no others."""
     nics = tuple(Device(f"nic{i}", "nic", "s0", facts=facts(adapter=f"mlx5_{i}")) for i in range(2))
     box = Topology("box", (*BOX.devices, *nics), ())
     made = topoplan.cluster([Server(box, count=2)], nic_gbps=200, nics="^mlx5_0")

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import lcm, prod
+from math import prod
 
 import numpy as np
 
 from topoplan.machine.fabric_structure import LabelledGraph
-from topoplan.machine.permutation_groups import Integers, group_elements, orbits
+from topoplan.machine.permutation_groups import Integers, group_elements, orbits, permutation_order
 
 MOST_INDIVIDUALISED = 16
 """Most pairs of nodes that are individualised after the ranks."""
@@ -50,29 +50,11 @@ class Automorphism:
 
     def order(self) -> int:
         """Return the least power, from 1, that is the identity."""
-        return lcm(*cycle_lengths(self.nodes))
+        return permutation_order(self.nodes)
 
     def commutes(self, other: Automorphism) -> bool:
         """Return whether the two commute."""
         return np.array_equal(self.nodes[other.nodes], other.nodes[self.nodes])
-
-
-def cycle_lengths(permutation: Integers) -> list[int]:
-    """Return the different lengths of a permutation's cycles, ascending.
-
-    >>> cycle_lengths(np.array([1, 2, 0, 3]))
-    [1, 3]
-    """
-    # A cycle's smallest member, by doubling: after step k the least of 2^k members that follow.
-    smallest = np.arange(len(permutation), dtype=np.int64)
-    ahead = permutation
-    while True:
-        further = np.minimum(smallest, smallest[ahead])
-        if np.array_equal(further, smallest):
-            break
-        smallest, ahead = further, ahead[ahead]
-    counts = np.bincount(smallest)
-    return [int(length) for length in np.unique(counts[counts > 0])]
 
 
 def checked_automorphism(wiring: LabelledGraph, nodes: Integers) -> Automorphism | None:
