@@ -19,7 +19,7 @@ def jaccl_devices(topology: Topology, order: Sequence[int] | None = None) -> Exp
 
     >>> import topoplan
     >>> print(jaccl_devices(topoplan.load("mac-tb5-ring-x4")).text.splitlines()[1])
-     [null, "tb0", null, "tb1"],
+     ["tb1", null, "tb0", null],
     """
     gpus = topology.gpus if order is None else tuple(topology.gpus[gpu] for gpu in order)
     servers = [topology.device(gpu).server for gpu in gpus]
