@@ -145,6 +145,7 @@ def test_rooms_keep_to_their_lines_and_modules() -> None:
     assert not over, f"{'; '.join(over)}: {ASK}"
 
 
+@pytest.mark.thorough
 def test_walks_enter_no_more_files() -> None:
     entered, budget = walks(), BUDGET["walks"]
     assert sorted(entered) == sorted(budget)

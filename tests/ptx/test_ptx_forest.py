@@ -110,6 +110,7 @@ SLICED = (
 """Buffers in slices, whose messages move beside kernels; with 33 elements some slices of shards are empty."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "number",
     [
@@ -346,6 +347,7 @@ def test_when_a_rank_dies_no_server_ends_with_what_another_has_left_behind(case:
             assert case is not PAIR or at == victim
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "victim", [0, *(pytest.param(rank, marks=pytest.mark.thorough) for rank in range(1, 6))]
 )

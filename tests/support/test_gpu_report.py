@@ -49,6 +49,7 @@ def environment(**more: str) -> dict[str, str]:
 # ---- the table
 
 
+@pytest.mark.thorough
 def test_without_a_gpu_every_row_says_why_in_seconds_and_nothing_fails(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.gpu_report", "-o", str(tmp_path / "out.json")]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)

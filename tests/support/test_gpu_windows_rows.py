@@ -32,6 +32,7 @@ def test_ranks_of_one_gpu_have_the_bits_of_loopback(machine: Machine, cupy: Modu
     rows.check(cupy, 2, (1, 700), arena=4 << 20, blocks=1, slot_bytes=4096, small_bytes=small)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("launch", "hop", "rate", "peak"), [(20e-6, 1.2e-6, 90.0, 200.0), (9e-6, 4e-6, 30.0, 60.0)]
 )

@@ -143,6 +143,7 @@ def test_results_have_the_bits_of_loopback(
         assert tuple(found) == expected(case), case
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("backend", "options"), [("shared", {}), ("tcp", {}), ("tcp", {"on_failure": "shrink"}), ("nccl", {})]
 )

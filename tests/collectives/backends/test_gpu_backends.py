@@ -53,6 +53,7 @@ def identical(found: list[object], wanted: list[np.ndarray | None]) -> bool:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("collective", "order"), few(zip(ALL_COLLECTIVES, ORDERS * 2, strict=True)))
 def test_loopback_repeats_its_bits(machine: Machine, cupy: ModuleType, collective: str, order: str) -> None:
     machine.order = order
@@ -94,6 +95,7 @@ def test_a_caller_may_copy_during_capture(cupy: ModuleType, monkeypatch: pytest.
     assert all(one == [0.0, 1.0, 2.0] for one in copied)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("order", "graphs", "collective"), few(product(ORDERS, (True, False), ALL_COLLECTIVES), 7)
 )
@@ -156,6 +158,7 @@ def plans() -> dict[str, Plan]:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "order"),
     few(product(("three phases", "dgx-1v", "ring", "double binary tree"), ORDERS), 12),

@@ -174,6 +174,7 @@ def test_control_messages_between_collectives_are_agreed(machine: Machine, cupy:
     assert all(isinstance(error, BackendError) and "count " in str(error) for error in errors)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "what", ["refuses", "dies", "closes", pytest.param("hangs", marks=pytest.mark.thorough)]
 )
@@ -334,6 +335,7 @@ def test_no_rank_makes_a_context_on_gpu_0(machine: Machine, cupy: ModuleType, pe
     assert machine.contexts == {1, 2}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("exclusive", [False, True])
 def test_ranks_of_mpiexec_meet_by_mpi_or_all_raise(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, exclusive: bool

@@ -166,6 +166,7 @@ def test_arrays_that_all_ranks_see_end_with_the_same_bits(shape: str, collective
     have_the_same_bits(found, wanted, 4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("readable", [True, False])
 @pytest.mark.parametrize("collective", ["allreduce", "reduce", "reduce_scatter"])
 @pytest.mark.parametrize("shape", ["star", "chain", "binary"])

@@ -147,6 +147,7 @@ def test_inboxes_take_a_small_part_of_the_room_in_whole_lines(size: int) -> None
     assert engine._calls_at % kernel_program.FLAG_BYTES == inboxes % kernel_program.FLAG_BYTES == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("collective", ["allreduce", "reduce"])
 def test_a_later_call_is_one_launch(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, collective: str
@@ -214,6 +215,7 @@ def test_a_later_call_is_queued_without_a_wait_or_a_message(
         assert [one.tobytes() for one in found] == wanted
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("other", ["new", "repeated", "refused", "elsewhere"])
 def test_calls_that_differ_are_refused_by_all_ranks_which_go_on(
     machine: Machine, cupy: ModuleType, other: str
@@ -249,6 +251,7 @@ def test_calls_that_differ_are_refused_by_all_ranks_which_go_on(
             assert rank == turn or f"rank {turn}" in error, error
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "found", ["by a wait", pytest.param("by a call", marks=pytest.mark.thorough), "on the host", "in the end"]
 )

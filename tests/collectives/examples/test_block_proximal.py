@@ -42,6 +42,7 @@ def accelerated(problem: RegressionProblem) -> Floats:
     return weights
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("delay", [0, 1, 4, 16])
 def test_every_delay_finds_the_optimum(delay: int, filtered: bool) -> None:

@@ -30,6 +30,7 @@ from topoplan.errors import BackendError
 CARDS = [RankCard("127.0.0.1", 1000 + rank, "token", "home", "processes", 1 + rank) for rank in range(3)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "setting",
     [

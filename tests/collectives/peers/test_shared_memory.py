@@ -156,6 +156,7 @@ NAMED: dict[str, tuple[Callable[[], int], str]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("own", [True, False], ids=["of the victim", "of another process"])
 @pytest.mark.parametrize("thing", NAMED)
 def test_a_rank_maps_nothing_but_the_memory_of_its_job(thing: str, own: bool) -> None:

@@ -440,6 +440,7 @@ def test_jobs_differ_by_variables(mine: dict[str, str], theirs: dict[str, str], 
     assert job_identity(2, mine).differs(job_identity(2, theirs)) == differs
 
 
+@pytest.mark.thorough
 def test_subshells_of_one_shell_have_not_launched_their_ranks() -> None:
     # in one write each, also where PYTHONUNBUFFERED is set: both have the same pipe
     code = (
@@ -452,6 +453,7 @@ def test_subshells_of_one_shell_have_not_launched_their_ranks() -> None:
     assert len(set(done.stdout.split())) == 1
 
 
+@pytest.mark.thorough
 def test_a_wrapper_that_was_started_as_the_rank_has_not_launched_it() -> None:
     """Ranks of one script, each behind a wrapper of its own, have the script in common."""
     body = (
@@ -526,6 +528,7 @@ def come_as_rank_0(address: str, **more: str) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_ranks_that_have_met_keep_their_address_from_another_rank_0_and_free_the_port() -> None:
     """Ranks that share memory have closed the rendezvous: the rank 0 of another job found its port free."""
     address = f"127.0.0.1:{free_port()}"

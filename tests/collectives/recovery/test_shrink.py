@@ -23,6 +23,7 @@ def dgx(*gpus: int, collective: str = "allreduce") -> Plan:
     return topoplan.plan(topoplan.load("dgx-1v"), collective, gpus=gpus or None)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", METHODS)
 def test_results_are_those_of_a_new_communicator_of_the_ranks_that_are_left(collective: str) -> None:
     plan, left = dgx(*range(8)), (0, 1, 3, 4, 6, 7)
@@ -181,6 +182,7 @@ def book() -> topoplan.SurvivalPlans:
     return topoplan.plan_survival("dgx-1v")
 
 
+@pytest.mark.thorough
 def test_plans_ahead_are_not_made_again(
     book: topoplan.SurvivalPlans, monkeypatch: pytest.MonkeyPatch
 ) -> None:

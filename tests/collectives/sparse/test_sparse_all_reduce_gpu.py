@@ -62,6 +62,7 @@ def test_all_ranks_on_one_gpu_have_the_bits_of_numpy_arrays(fake: Fake, name: st
     assert on_one_gpu(fake[0], steps) == wanted(steps)
 
 
+@pytest.mark.thorough
 def test_ranks_with_a_gpu_each_have_the_bits_of_numpy_arrays(fake: Fake) -> None:
     cupy, _ = fake
     steps = mixed_steps("float32")
@@ -172,6 +173,7 @@ def test_writes_float16_averages_to_out(fake: Fake) -> None:
         assert not any(room.get()[:, 0].any() for room in rooms)
 
 
+@pytest.mark.thorough
 def test_values_beyond_the_encoding_are_sent_in_parts_and_infinities_shown(fake: Fake) -> None:
     cupy, _ = fake
     steps = steps_of_each(EXCHANGES[1:], count=2, wire=WireFormat(values="float16"))

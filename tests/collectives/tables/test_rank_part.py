@@ -35,6 +35,7 @@ def agree(seed: int, *, most: int) -> None:
         assert same_rows(plan, range(plan.size), 80 * plan.size**2, 48 * plan.size)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(40))
 def test_parts_of_random_clusters_are_rows_of_the_listed_form(seed: int) -> None:
     agree(seed, most=30)
@@ -46,6 +47,7 @@ def test_parts_of_larger_random_clusters_are_rows_of_the_listed_form(seed: int) 
     agree(seed, most=60)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter", "broadcast", "reduce"])
 @pytest.mark.parametrize(
     "network",
@@ -96,6 +98,7 @@ def test_paths_are_refused() -> None:
         rank_part(plan, 0)
 
 
+@pytest.mark.thorough
 def test_more_trees_than_fit_are_refused() -> None:
     cluster = cluster_by_kind(
         [Server("dgx-h100", count=12_500)], nic_gbps=400, network="fat-tree", leaf_size=32, oversubscription=2

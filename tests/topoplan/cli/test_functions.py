@@ -42,6 +42,7 @@ CALLS: dict[str, Callable[[], Result]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("line", CALLS)
 def test_a_function_finds_what_its_command_prints(line: str, run: Run) -> None:
     """The rows have the keys of the CSV too."""
@@ -124,6 +125,7 @@ def test_errors_name_the_arguments_of_python() -> None:
             call()
 
 
+@pytest.mark.thorough
 def test_removed_gpus_are_not_counted() -> None:
     """A DGX-1V without GPU 5 has 7 ranks, in texts, bounds, figures and pages."""
     part = topoplan.load("dgx-1v").remove_gpus([5])
@@ -176,6 +178,7 @@ def test_functions_show_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.getvalue() != ""
 
 
+@pytest.mark.thorough
 def test_plans_by_size_have_the_rows_and_the_table_of_the_command(run: Run, tmp_path: Path) -> None:
     """Those of a file too, but for the next best schedule, which no file states."""
     made = topoplan.plan_by_size("v100x4", sizes="1KB:1MB")

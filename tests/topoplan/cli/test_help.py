@@ -95,6 +95,7 @@ def test_commands_are_listed_once_by_task(done: Done) -> None:
     assert all(f"\n{task}:\n" in page for task in TASKS)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("command", PARSERS)
 def test_every_option_is_in_the_help_or_in_one_topic(done: Done, command: str) -> None:
     """The page of a topic has the options of every command, and ``help COMMAND`` has all of a command."""

@@ -172,6 +172,7 @@ def test_refused_faults_of_a_large_cluster(refused: Done, faults: str, words: st
     assert words in refused(f"plan {FORTY} {faults}")
 
 
+@pytest.mark.thorough
 def test_single_failures_of_a_large_cluster(told: Told, done: Done, refused: Done) -> None:
     book = told(f"plan {FORTY} --survive 1")
     assert (book["number"], book["classes"], book["without_plan"]) == (1641, 7, 361)

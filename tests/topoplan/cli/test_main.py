@@ -138,6 +138,7 @@ def test_simulate_tells_queues_at_switches_and_the_run_paced(ask: Ask, told: Tol
     assert queues["paced"]["ports"] == []
 
 
+@pytest.mark.thorough
 def test_compare_all_allocations_inside_some_gpus(ask: Ask, told: Told) -> None:
     """Best first for every number of GPUs, all members listed, no GPU but those that were named."""
     asked = "compare dgx-1v --all-allocations --gpus 0,1,5-7 --without-gpu 2"
@@ -186,6 +187,7 @@ def test_trace_is_the_largest_size(told: Told, plan_file: Path, tmp_path: Path) 
     assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(plan["rows"][0]["time"], rel=0.2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("command", MACHINE_COMMANDS)
 def test_figures(ask: Ask, tmp_path: Path, command: str) -> None:
     """The format is that of the suffix, or as asked for; size and font are too."""
@@ -532,6 +534,7 @@ def test_full_disk() -> None:
     assert "No space left on device" in done.stderr
 
 
+@pytest.mark.thorough
 def test_terminal_without_unicode() -> None:
     """Where stdout takes ASCII only, text and JSON are printed all the same."""
     machine = topology_text(devices=[{"name": "ä", "kind": "gpu"}], links=[])

@@ -78,6 +78,7 @@ def test_a_cluster_file_of_three_kinds(done: Done, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_options_of_listed_plans_list_the_cluster(done: Done, tmp_path: Path) -> None:
     small = "plan v100x4 --servers 66 --nic-bandwidth 100Gb/s"
     by_kind, listed = done(small), done(f"{small} --listed")

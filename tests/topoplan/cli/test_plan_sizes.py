@@ -85,6 +85,7 @@ def test_a_single_size_and_a_single_gpu(done: Done, told: Told) -> None:
     assert (value["bound"], value["crossovers"], value["table"][0]["gain"]) == (None, [], None)
 
 
+@pytest.mark.thorough
 def test_the_plot_has_a_curve_for_each_schedule(done: Done, tmp_path: Path) -> None:
     """The schedules that are fastest at some size have their names; others are counted; windows have other times."""
     path = tmp_path / "f.svg"

@@ -62,6 +62,7 @@ def test_the_verdict_is_first_and_a_screen_holds_all(run: Run, command: str, ver
     assert max(map(len, lines)) <= 140, out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "command",
     [
@@ -132,6 +133,7 @@ dgx-1v --gpus 0  |  one GPU, nothing moves
 SLOW = ("CLUSTER 128", "mi250 --survive 1", "dgx-1v --sizes", "CLUSTER 8", "dgx-1v --channels nvlink+pcie")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("asked", "verdict"),
     [
@@ -144,12 +146,14 @@ def test_the_verdict_of_a_plan_is_first(done: Done, asked: str, verdict: str) ->
     assert first.endswith(verdict) or verdict in first.partition(": ")[2]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("asked", ["dgx-1v", "mi250", f"{CLUSTER} 2", "v100x4 --sizes", "v100x4 --survive 1"])
 def test_so_it_is_with_verify(done: Done, tmp_path: Path, asked: str) -> None:
     done(f"plan {asked} -o {tmp_path}/plan.json")
     assert lines_of(done(f"verify {tmp_path}/plan.json"))[0].startswith("valid: all_reduce on ")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("asked", "verdict"),
     [

@@ -74,6 +74,7 @@ def cabled(size: int, *pairs: str, gbps: float = 200, **options: object) -> Topo
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", KNOWN)
 def test_plans_of_small_machines_have_the_known_optima(name: str) -> None:
     """Rate and bound agree with the known answer, with no more trees and no higher ones."""
@@ -89,6 +90,7 @@ def test_plans_of_small_machines_have_the_known_optima(name: str) -> None:
         topoplan.verify(made)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", WITHOUT)
 def test_a_lost_cable_leaves_the_known_optima(name: str) -> None:
     """Each cable is taken out under its name, both directions at once."""
@@ -103,6 +105,7 @@ def test_a_lost_cable_leaves_the_known_optima(name: str) -> None:
             assert topoplan.plan(left, "allgather").rate == pytest.approx(allgather)
 
 
+@pytest.mark.thorough
 def test_meshes_less_some_cables_have_the_known_optima() -> None:
     known = {
         "mac-tb5-x4 -0-1": (50 / 3, 80 / 3, 20),

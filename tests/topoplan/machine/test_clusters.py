@@ -493,6 +493,7 @@ def test_nics_that_state_their_speed_need_no_other() -> None:
         cluster([Server(with_nic_speeds("40", "100", "40", "40"), count=2)])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("servers", "helpers", "rate"), [(4, 1, 7.5), (3, 1, 10 * 10 / 12), (2, 2, 10.0)])
 def test_helpers_of_a_cluster_reach_what_the_formula_says(servers: int, helpers: int, rate: float) -> None:
     """(n^2 + k n - 2 k) B / (2 n (n - 1)) with servers as the workers: one NIC of 10 GB/s each, and of the helpers."""

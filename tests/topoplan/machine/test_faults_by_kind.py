@@ -86,6 +86,7 @@ def test_listed_form_has_the_links_of_the_listed_cluster_after_the_same_faults(
     assert sorted(map(repr, found.links)) == sorted(map(repr, wanted))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("network", "seed"), CASES)
 def test_plan_by_kind_and_listed_plan_stay_below_each_other_s_bound(network: str, seed: int) -> None:
     rng = random.Random(f"plan {network} {seed}")

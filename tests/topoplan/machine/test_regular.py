@@ -27,6 +27,7 @@ def test_bcubes_reach_the_rate_of_bml(ports: int, levels: int) -> None:
 TORI = {"torus:3,3": 22.5, "torus:4,4": 64 / 3, "torus:2,2,2": 240 / 7, "torus:3,3,3": 405 / 13}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "rate"), [*TORI.items(), ("fat-tree:4", 16 / 3)])
 def test_tori_and_fat_trees_reach_the_bound_of_their_ports(name: str, rate: float) -> None:
     packed = topoplan.plan(f"{name}@10")

@@ -96,6 +96,7 @@ def agree(plan: PlanByKind) -> None:
         assert one.link_bytes == pytest.approx(loads, rel=1e-13)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", [1, 3, 4, 80, *ROLES])
 def test_times_are_those_of_the_list(seed: int) -> None:
     plan = random_plan(seed, most=36)
@@ -110,6 +111,7 @@ def test_times_of_all_to_all_are_those_of_the_list(seed: int) -> None:
     agree(plan_by_kind(cluster, "all_to_all"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", [12, 31, 38, 47, 61, 63, 76])
 def test_every_route_starts_as_many_copies_as_in_the_list(seed: int) -> None:
     plan = random_plan(seed, most=36)
@@ -145,6 +147,7 @@ def templates_of(sample: ClusterSample, fabric: Fabric) -> Iterator[KindTemplate
                     yield KindTemplate(Fraction(1), root, centre, entries, shifts, ())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("counts", "leaf_size"), [((7, 8), 3), ((6, 5, 3), 4)])
 def test_images_of_two_roles_are_those_of_the_rule(counts: tuple[int, ...], leaf_size: int) -> None:
     machines = ("v100x4", "nvlink-x4", "dgx-1v")
@@ -241,6 +244,7 @@ def test_loads_are_those_of_the_rate() -> None:
     assert min(capacity / load for capacity, load in loads if load) == plan.exact_rate()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
 @pytest.mark.parametrize(
     "network", [{}, {"network": "fat-tree", "leaf_size": 16}], ids=["switch", "fat tree"]

@@ -268,6 +268,7 @@ def test_by_windows_medium_sizes_go_in_one_hop_as_by_messages() -> None:
     assert schedules == ["one-hop", "one-hop", "one-hop"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("machine", "options", "message"),
     [

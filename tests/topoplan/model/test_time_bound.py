@@ -66,6 +66,7 @@ def check_candidates(choice: ScheduleChoice) -> None:
             assert clock(size) >= choice.bound.seconds(size) * (1 - TOLERANCE)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "collective", "steps"),
     [
@@ -87,6 +88,7 @@ def test_best_rates_by_hops(name: str, collective: str, steps: list[tuple[int, i
     assert [chain for chain, _ in found] == pytest.approx([hops * HOP for hops, _ in steps])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "collective", "steps"),
     [
@@ -116,6 +118,7 @@ def test_a_rank_sends_over_several_wires_if_chains_are_short(
     assert [chain for chain, _ in found] == pytest.approx([hops * ACROSS for hops, _ in steps])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "collective", "starts"),
     [("torus:3,3,3", "allgather", 5), ("torus:3,3,3", "reduce_scatter", 5), ("torus:9", "allgather", 0)],
@@ -181,6 +184,7 @@ def test_no_schedule_is_above_a_limit_of_exits(name: str, collective: str) -> No
     assert held
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "collective"),
     [
@@ -258,6 +262,7 @@ def test_no_candidate_is_below_the_bound(machine: Topology, collective: str) -> 
     check_candidates(choose_by_size(machine, collective, sizes=[1 << 10, 1 << 26]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_helpers_copy_and_add_so_chains_have_no_limits(collective: str) -> None:
     """Twelve ranks around one helper: it adds up their buffers, and sends the sum to all."""

@@ -414,6 +414,7 @@ def test_json_holds_the_rows_and_no_number_that_json_lacks() -> None:
     assert json.loads(text)["summary"]["highest"] == 9.375
 
 
+@pytest.mark.thorough
 def test_a_missing_ring_is_none_and_not_said_to_run_over_pcie() -> None:
     """A star of NVLinks has no ring, and without PCIe no ring falls back to it."""
     star = machine(4, both_ways({("gpu0", f"gpu{rank}"): 25.0 for rank in (1, 2, 3)}))

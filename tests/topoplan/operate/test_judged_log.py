@@ -374,6 +374,7 @@ MACHINES = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MACHINES)
 def test_published_rates_are_as_expected_and_half_of_them_is_slow(name: str) -> None:
     """The largest size of each number of GPUs in one server, judged by itself and by others of its kind."""

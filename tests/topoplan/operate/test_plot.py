@@ -321,6 +321,7 @@ def test_the_map_shows_the_links_of_each_tree_on_its_machine(channels: str) -> N
     assert set(machine.gpus) <= set(panel_texts(chart))
 
 
+@pytest.mark.thorough
 def test_a_machine_larger_than_a_page_and_many_trees_have_no_map() -> None:
     for plan in (
         topoplan.plan(servers("dgx-h100", 2, nic_gbps=400)),
@@ -391,6 +392,7 @@ def test_draws_a_cluster_as_one_tree_and_names_servers_and_gpus() -> None:
     check_readable(figure)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["v100x4", "the machine in the cellar " * 8 + "x" * 200], ids=["short", "long"]
 )
@@ -414,6 +416,7 @@ def kept(draw: Callable[[], Figure], drawn: list[Figure]) -> Figure:
     return drawn[-1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [(3.3, 2.5), (12.0, 8.0)])
 def test_a_figure_of_a_given_size_keeps_its_labels_apart(size: tuple[float, float], tmp_path: Path) -> None:
     """Letters shrink with the page and never grow, so what had room has it still; the page is as asked for."""
@@ -442,6 +445,7 @@ def test_refuses_a_figure_file_in_one_line(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["svg", "pdf", "png"])
 def test_writes_the_same_bytes_twice_without_a_date(kind: str, tmp_path: Path) -> None:
     """The suffix of the file or `file_format` names the format; no other file is left."""

@@ -325,6 +325,7 @@ def proved(plan: Plan, certificate: Certificate) -> tuple[Plan, float]:
     return replace(plan, certificate=certificate, bound=bound), bound
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize(
     "name",

@@ -84,6 +84,7 @@ def agree(seed: int, *, most: int) -> bool:
     return True
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ten", range(4))
 def test_rate_and_bound_are_the_optimum_of_ten_listed_clusters(ten: int) -> None:
     seeds = itertools.count(1000 * ten)
@@ -102,6 +103,7 @@ def many(network: str, **more: Any) -> PlanByKind:
     return topoplan.plan_by_kind(cluster, "all_to_all")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("network", "more", "each", "near"),
     [

@@ -38,6 +38,7 @@ def agree(seed: int, *, most: int) -> None:
     assert verify_by_kind(read) == report
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(20))
 def test_the_listed_form_agrees(seed: int) -> None:
     agree(seed, most=36)
@@ -72,6 +73,7 @@ def refuse_wrong_files(seeds: range, changes: int) -> None:
     assert refused > changes // 2
 
 
+@pytest.mark.thorough
 def test_wrong_files_are_refused() -> None:
     refuse_wrong_files(range(12), 60)
 
@@ -118,6 +120,7 @@ def test_oversubscribed_leaves_are_entered_once() -> None:
     assert all(template.entries for template in plan.templates)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("collective", "rate"), [
     ("all_reduce", Fraction(400 * 12_500, 2 * 12_499)),
     ("all_gather", Fraction(400 * 12_500, 12_499)),
@@ -185,6 +188,7 @@ def test_centres_out_of_reach_are_left_out() -> None:
     agree(418, most=100)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("collective", ["broadcast", "reduce"])
 def test_the_leaf_of_a_root_is_entered_once_too(collective: str) -> None:
     network: dict[str, Any] = {"network": "fat-tree", "oversubscription": 4}

@@ -132,6 +132,7 @@ print(guide.value.hex(), guide.members.tolist(), sep="")
 """
 
 
+@pytest.mark.thorough
 def test_a_plan_is_the_same_file_in_every_process() -> None:
     """On any hash seed and number of threads: of every method and schedule, and the pivots of the float simplex."""
     printed = []

@@ -121,6 +121,7 @@ def test_the_library_is_found_inside_an_installed_package(tmp_path: Path) -> Non
     assert out.split() == [str(tmp_path / "topoplan" / "topologies"), "150.0"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reader", readers(), ids=lambda reader: reader.name)
 @pytest.mark.parametrize("number", [5, pytest.param(200, marks=pytest.mark.thorough)])
 def test_damaged_texts_leave_no_traceback(reader: Reader, number: int) -> None:

@@ -162,6 +162,7 @@ def test_descriptions_of_different_machines_are_refused() -> None:
             merge_nvlink(base, other)
 
 
+@pytest.mark.thorough
 def test_the_command_line_merges(tmp_path: Path, run: Run) -> None:
     """Every command that takes TOPO takes --merge and --socket-bandwidth; a plan file has settled them."""
     path, plan = str(tmp_path / "cloud.xml"), str(tmp_path / "plan.json")

@@ -90,6 +90,7 @@ def test_the_probed_matrix_is_the_genuine_text_cell_for_cell(
     assert compared == 12 * 12 + 8
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("machine", "counts", "rate"),
     [  # of GPUs, NVSwitches, NICs, and NVLinks
@@ -197,6 +198,7 @@ def test_where_the_kernel_tells_no_numa_nodes_the_driver_does(fake_here: Install
     assert machine.device("gpu0").numa == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("machine", "beginning"),
     [
@@ -216,6 +218,7 @@ def test_without_driver_or_gpu_one_line_says_what_to_do(
     assert line.endswith(PROBE_ALTERNATIVES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("arguments", [["--sysfs-root", ""], ["--sysfs-root", "nowhere"], []])
 def test_a_folder_that_is_not_there_is_not_read_in_place_of_sys(
     fake_host: Installer, arguments: list[str]
@@ -295,6 +298,7 @@ def test_a_device_whose_link_leads_to_another_has_no_place_in_the_tree(
     )
 
 
+@pytest.mark.thorough
 def test_the_probe_prints_the_machine_and_writes_what_every_command_reads(
     fake_host: Installer, tmp_path: Path
 ) -> None:

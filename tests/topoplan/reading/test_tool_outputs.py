@@ -42,6 +42,7 @@ from topoplan.reading.nccl.perf_json import parse_perf_runs
 from topoplan.reading.pair_matrices import parse_measured_rates
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reader", tool_readers(), ids=lambda reader: reader.name)
 @pytest.mark.parametrize("number", [50, pytest.param(2000, marks=pytest.mark.thorough)])
 def test_damaged_outputs_leave_no_traceback(reader: Reader, number: int) -> None:
@@ -51,6 +52,7 @@ def test_damaged_outputs_leave_no_traceback(reader: Reader, number: int) -> None
     assert outcome(reader, range(number)).tracebacks == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reader", explained_logs(), ids=lambda reader: reader.name)
 @pytest.mark.parametrize("number", [10, pytest.param(200, marks=pytest.mark.thorough)])
 def test_damaged_logs_are_explained_or_refused(reader: Reader, number: int) -> None:

@@ -75,6 +75,7 @@ def carried(plan: Plan) -> dict[str, Fraction]:
     return total
 
 
+@pytest.mark.thorough
 @given(channels=st.lists(st.tuples(RATES, STARTS), min_size=1, max_size=6), nbytes=SIZES)
 @settings(max_examples=60)
 def test_channels_finish_together_and_two_are_equation_8(
@@ -479,6 +480,7 @@ KNOWN = [
 """Allocations of a DGX-1V with the best allreduce, broadcast and allgather over all wires, then with PCIe staged."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("channels", ["all", "all-staged"])
 @pytest.mark.parametrize(
     "row",

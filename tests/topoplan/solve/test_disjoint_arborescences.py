@@ -50,6 +50,7 @@ def test_as_many_trees_as_the_smallest_cut(drawn: tuple[int, Units]) -> None:
     assert disjoint_arborescences(size, units, 0, least + 1) is None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", ["broadcast", "reduce"])
 @pytest.mark.parametrize(
     ("name", "root", "rate", "tallest"),

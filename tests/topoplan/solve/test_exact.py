@@ -193,6 +193,7 @@ def test_more_than_nine_ranks_say_that_heights_are_not_proved_lowest() -> None:
     assert made.notes == (f"height {made.height} is the lowest found, 3 the lowest not excluded",)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("height", "rate"), [(2, 50), (3, 125), (4, 150)])
 def test_a_height_that_is_asked_for_is_kept(height: int, rate: int) -> None:
     """The known optima of a DGX-1V's broadcast from gpu0, under the bound of all heights."""

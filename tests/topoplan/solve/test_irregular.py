@@ -200,6 +200,7 @@ def noisy_servers(servers: int, rails: int | None = None) -> Topology:
     return scaled(machine, lambda stream: stream.uniform(0.9, 1.1), servers, 4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rails", [None, 1])
 @pytest.mark.parametrize(
     "collective", ["allreduce", "allgather", pytest.param("reduce", marks=pytest.mark.thorough)]
@@ -226,6 +227,7 @@ def test_shares_of_images_come_out_the_same_again() -> None:
     assert first == second
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("collective", ["allgather", "reduce_scatter"])
 def test_the_exact_search_starts_from_images_of_symmetric_trees(collective: str) -> None:
     """40 GPUs within 10 %: exact, and the trees suffice, so only the symmetric plan reports a round of pricing."""

@@ -193,6 +193,7 @@ def test_few_trees_are_few_at_the_same_rate(name: str, collective: str, most: in
     assert made.num_trees <= most
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", ROOTED)
 @pytest.mark.parametrize(
     ("name", "height", "trees"),

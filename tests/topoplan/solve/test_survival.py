@@ -207,6 +207,7 @@ def test_what_is_not_one_plan_of_elements_is_not_replanned() -> None:
         topoplan.replan(topoplan.sparse_plan("v100x4", density=0.01), without_gpus=[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("network", "collective", "root", "access"),
     [
