@@ -10,7 +10,7 @@ where the links alone do not reach their rates either, the processors were busy 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import topoplan
 from collectives.lab.testbed.run import ShapedRunOutcome, run_testbed
@@ -56,14 +56,7 @@ def two_servers(gpus: int) -> Callable[[], Sequence[topoplan.Plan]]:
 def macs(name: str, lost: Sequence[str] = ()) -> Callable[[], Sequence[topoplan.Plan]]:
     """The optimal trees of Macs that are cabled to one another, and JACCL's ring: both ways in the best order."""
     machine = topoplan.without_links(topoplan.load(name), lost)
-
-    def plans() -> Sequence[topoplan.Plan]:
-        chain = topoplan.ring_plan(machine).shards[0].stages[-1]
-        order = [chain.root, *(edge.child for edge in chain.edges)]
-        ring = topoplan.plan_from_rings(machine, "allreduce", [order, order[::-1]])
-        return topoplan.plan(machine), replace(ring, schedule="JACCL's ring", method="ring")
-
-    return plans
+    return lambda: (topoplan.plan(machine), topoplan.plan(machine, schedule="jaccl"))
 
 
 CASES = (

@@ -234,15 +234,19 @@ QUICKEST: tuple[Column[Quickest], ...] = (
 
 
 def _beside_nccl(row: Comparison, trees: str) -> str:
-    """Return how the trees, or paths, do beside NCCL's best."""
+    """Return how the trees, or paths, do beside NCCL's best, or beside JACCL's on Apple's GPUs."""
     ratio, (_, kind) = row.nccl_best_ratio, row.nccl_best
+    rival, library = f"NCCL's best ({kind})", "NCCL"
+    if row.jaccl is not None:
+        ratio, kind = row.trees / row.jaccl if row.jaccl else None, row.jaccl_kind
+        rival, library = kind, "JACCL"
     if kind == NO_RING or ratio is None:
-        return "NCCL has no schedule here"
+        return f"{library} has no schedule here"
     if abs(ratio - 1) <= EQUAL:
-        return f"{trees} and NCCL's best ({kind}) are equally fast"
+        return f"{trees} and {rival} are equally fast"
     if ratio < 1 and kind == row.nccl_nvls_kind:
-        return f"NCCL's best ({kind}) is {1 / ratio:.2f}x the {trees}"
-    return f"{trees} do {ratio:.2f}x NCCL's best ({kind})"
+        return f"{rival} is {1 / ratio:.2f}x the {trees}"
+    return f"{trees} do {ratio:.2f}x {rival}"
 
 
 def _class_lines(title: str, rows: Sequence[Comparison], options: argparse.Namespace) -> Iterator[str]:

@@ -35,6 +35,7 @@ from topoplan.cli.output import (
 from topoplan.cli.plan_sizes import describe_schedule
 from topoplan.cli.sources import MACHINE_OPTIONS, apply_machine_options, read_plan_or_machine
 from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.hardware import is_apple
 from topoplan.machine.topology import Topology
 from topoplan.model.event_simulation import SimulatedRun, chrome_trace, run_events
 from topoplan.model.expected_times import NcclTime, nccl_times
@@ -47,6 +48,7 @@ from topoplan.plans.file_values import finite
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
 from topoplan.reading.load import read_text
 from topoplan.schedules.low_latency import direct_sends
+from topoplan.schedules.registry import SCHEDULES
 from topoplan.schedules.ring import ring_plan
 from topoplan.solve.planner import plan as make_plan
 from topoplan.units import counted, format_size, labelled
@@ -213,7 +215,7 @@ def run(options: argparse.Namespace) -> Answer:
         head = [
             *_described("plan", plan),
             *(
-                _described("baseline", rival, _crossing_text(crossing, rival, max(sizes)))
+                _described("baseline", rival, _crossing_text(crossing, rival, sizes))
                 if rival and crossing
                 else ()
             ),
@@ -357,8 +359,9 @@ def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -
 
 
 def _baseline(plan: Plans) -> tuple[Plan | None, tuple[str, ...]]:
-    """Return the baseline on the same GPUs, the ring of NCCL before 2.8 or for an all-to-all direct sends, or None, and
-    notes about it.
+    """Return the baseline on the same GPUs, or None, and notes about it.
+
+    It is the ring of NCCL before 2.8, on Apple's GPUs JACCL's best, and for an all-to-all direct sends.
     """
     if len(plan.ranks) == 1:
         return None, ()
@@ -370,14 +373,19 @@ def _baseline(plan: Plans) -> tuple[Plan | None, tuple[str, ...]]:
             "no direct sends to compare with: some GPUs are joined through others only",
         )
     try:
-        made = ring_plan(plan.topology, plan.collective, root=plan.root)
+        if is_apple(map(plan.topology.device, plan.ranks)):
+            made = SCHEDULES["jaccl"].make(plan.topology, plan.collective, root=plan.root)
+        else:
+            made = ring_plan(plan.topology, plan.collective, root=plan.root)
     except InfeasibleError as error:
         return None, (f"no ring to compare with: {error}",)
     return made, tuple(f"{made.schedule}: {note}" for note in made.notes)
 
 
 def _nccl(plan: Plans, sizes: Sequence[int]) -> tuple[NcclTime, ...]:
-    """Return the times of NCCL by its own model; none for an all-to-all, which is direct sends, and for AMD's GPUs."""
+    """Return the times of NCCL by its own model; none for an all-to-all, which is direct sends, nor for GPUs without
+    NCCL.
+    """
     return () if len(plan.ranks) == 1 else nccl_times(plan, {}, sizes)
 
 
@@ -473,10 +481,16 @@ MAX_DESCRIBED = 5
 """Most lines on the plans by size."""
 
 
-def _crossing_text(crossing: Crossover, rival: Plan, largest: int) -> str:
-    before = "NCCL's ring before 2.8, as messages; " if rival.method == "ring" else "NCCL's all_to_all; "
+def _crossing_text(crossing: Crossover, rival: Plan, sizes: Sequence[int]) -> str:
+    if rival.schedule.startswith("JACCL"):
+        before = ""
+    else:
+        before = "NCCL's ring before 2.8, as messages; " if rival.method == "ring" else "NCCL's all_to_all; "
     if crossing.nbytes is None:
-        return f"{before}faster than the plan at {format_size(largest)}"
-    if crossing.faster_below != "second":
+        return f"{before}faster than the plan at {format_size(max(sizes))}"
+    if crossing.nbytes <= max(1, min(sizes)):
         return f"{before}the plan is never slower"
-    return f"{before}faster than the plan below {format_size(crossing.nbytes)} ({crossing.nbytes} bytes)"
+    where = "" if crossing.faster_below == "second" else "at some sizes "
+    return (
+        f"{before}faster than the plan {where}below {format_size(crossing.nbytes)} ({crossing.nbytes} bytes)"
+    )

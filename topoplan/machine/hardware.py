@@ -158,6 +158,11 @@ def is_amd(gpus: Iterable[Device]) -> bool:
     return any(gpu.fact("gcn") or _amd_model(gpu.model) or "AMD" in gpu.model for gpu in gpus)
 
 
+def is_apple(gpus: Iterable[Device]) -> bool:
+    """Return whether any GPU is Apple's, for which there is no NCCL."""
+    return any(gpu.model.startswith("Apple") for gpu in gpus)
+
+
 def gpu_identity(gpu: Device, *, amd: bool) -> GpuIdentity:
     """Return the attributes of a GPU for a file."""
     if amd:

@@ -39,7 +39,14 @@ from typing import Any
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric, usable_fabric
 from topoplan.machine.fabric_structure import FabricServers
-from topoplan.machine.hardware import gpu_identity, is_amd, known_capability, nvlink_counts, with_capable
+from topoplan.machine.hardware import (
+    gpu_identity,
+    is_amd,
+    is_apple,
+    known_capability,
+    nvlink_counts,
+    with_capable,
+)
 from topoplan.machine.nic_wiring import nvlink_neighbours
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import with_all_capabilities
@@ -270,8 +277,8 @@ def _port(fabric: Fabric) -> float:
 
 
 def nccl_model(allocation: Topology, collective: str) -> tuple[NcclExpectation, ...]:
-    """Return NCCL's own expectations; () if it does not choose, or does not know the machine."""
-    if collective not in COLLECTIVES:
+    """Return NCCL's own expectations; () if it does not choose, or does not know or run on the machine."""
+    if collective not in COLLECTIVES or is_apple(map(allocation.device, allocation.gpus)):
         return ()
     try:
         return expectations(setting_of(allocation), collective)

@@ -355,13 +355,17 @@ def fault_steps(faults: Iterable[Fault]) -> tuple[str, ...]:
 
     >>> fault_steps([Fault("MIG", ("gpu0",), "in MIG mode", "a whole GPU")])
     ('gpu0: nvidia-smi -i GPU -mig 0 gives whole GPUs back',)
+    >>> fault_steps([Fault("told", (), "JACCL refuses these cables", "nothing to warn of")])
+    ('read the warning',)
     """
     of_step: dict[str, list[Fault]] = {}
     for fault in faults:
-        of_step.setdefault(_OF_FAULT[fault.kind], []).append(fault)
+        # A warning on no device is not about a GPU, so no log of a GPU explains it.
+        step = _OF_FAULT[fault.kind] if fault.where else "read the warning"
+        of_step.setdefault(step, []).append(fault)
     steps = []
     for text, found in of_step.items():
         where = found[0].where if len(found[0].where) <= 40 else f"{found[0].where[:39]}…"
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        steps.append(f"{where}{more}: {text}")
+        steps.append(f"{where}{more}: {text}" if where else text)
     return tuple(steps)

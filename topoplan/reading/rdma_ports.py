@@ -72,7 +72,7 @@ def parse_jaccl(text: str, *, cable_gbps: float | None = None) -> Topology:
     ]
     try:
         made = cluster(
-            [Server(Topology("rank", (Device("gpu0", "gpu"),), ()), count=len(cells))],
+            [Server(Topology("rank", (Device("gpu0", "gpu", model="Apple"),), ()), count=len(cells))],
             network="cables",
             cables=cables,
             name="jaccl",

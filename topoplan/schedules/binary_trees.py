@@ -28,6 +28,7 @@ from itertools import pairwise
 from topoplan.errors import InfeasibleError, UsageError, warning
 from topoplan.machine.cables import cabled_nics
 from topoplan.machine.fabric import Fabric
+from topoplan.machine.hardware import is_apple
 from topoplan.machine.topology import Topology, TopologyLike
 from topoplan.plans.build import Allocation, stage_order, trivial_plan
 from topoplan.plans.plan import Plan
@@ -265,10 +266,10 @@ def nccl_start_warning(topology: Topology) -> tuple[str, ...]:
     >>> nccl_start_warning(topoplan.load("dgx-spark-x4"))[0].partition(", because ")[0].removeprefix("warning: ")
     'stock NCCL cannot start on this ring of 4'
     """
-    models = [topology.device(gpu).model for gpu in topology.gpus]
-    if models[0].startswith("Apple"):
-        return (warning(f"NCCL does not run on {models[0]}; its rates here are what it would reach"),)
-    servers = list(dict.fromkeys(topology.device(gpu).server for gpu in topology.gpus))
+    gpus = [topology.device(gpu) for gpu in topology.gpus]
+    if is_apple(gpus):
+        return (warning(f"NCCL does not run on {gpus[0].model}, and is not compared"),)
+    servers = list(dict.fromkeys(gpu.server for gpu in gpus))
     joined = {frozenset((near.server, far.server)) for near, far in cabled_nics(topology)}
     if not joined:
         return ()

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from topoplan.errors import InfeasibleError, PlanError, UsageError
+from topoplan.machine.cables import cabled_nics
 from topoplan.machine.fabric import STAGED, Fabric
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.machine.routing import staged
@@ -25,6 +27,7 @@ from topoplan.plans.certificates.certificate import Certified
 from topoplan.plans.plan import ALL_COLLECTIVES, COLLECTIVES, ROOTED, TREES, Plan, check_collective
 from topoplan.plans.verify import verify
 from topoplan.plugins import Plugin, installed_plugins
+from topoplan.reading.rdma_ports import MOST_MESH
 from topoplan.schedules.binary_trees import (
     NVLS,
     NVLS_TREE,
@@ -59,7 +62,7 @@ from topoplan.schedules.low_latency import (
 )
 from topoplan.schedules.parameter_server import parameter_server
 from topoplan.schedules.ring import ring_plan
-from topoplan.schedules.user_trees import USER_TREES
+from topoplan.schedules.user_trees import USER_TREES, plan_from_rings
 from topoplan.solve.packing.composition import THREE_PHASE, plan_three_phase
 
 GROUP = "topoplan.schedules"
@@ -187,6 +190,43 @@ def nccl_ring(
     return max(direct, relayed, key=lambda one: one.rate) if channels in ("auto", "nvlink") else direct
 
 
+def jaccl(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """Return the faster of what JACCL runs: a full mesh of up to 8 ranks, and a ring both ways, in its best order.
+
+    InfeasibleError if servers have several GPUs, no cable joins two, or the cables are neither a mesh nor a ring.
+
+    >>> jaccl("mac-tb5-x4").rate, round(jaccl("mac-tb5-ring-x4").rate, 3), jaccl("mac-tb5-ring-x4").schedule
+    (20.0, 13.333, "JACCL's ring")
+    """
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    machine = asked.machine
+    servers = {machine.device(gpu).server for gpu in asked.topology.gpus}
+    if len(servers) < len(asked.topology.gpus) or not any(cabled_nics(machine)):
+        raise InfeasibleError("JACCL joins servers of one GPU each by cables")
+    found = []
+    if len(servers) <= MOST_MESH:
+        with suppress(InfeasibleError):
+            star = one_hop_plan(machine, collective, gpus=gpus, channels=channels)
+            found.append(replace(star, schedule="JACCL's mesh"))
+    with suppress(InfeasibleError):
+        chain = ring_plan(machine, gpus=gpus).shards[0].stages[-1]
+        order = [chain.root, *(edge.child for edge in chain.edges)]
+        ring = plan_from_rings(machine, collective, [order, order[::-1]], gpus=gpus, channels=channels)
+        found.append(replace(ring, schedule="JACCL's ring", method="ring"))
+    if not found:
+        raise InfeasibleError(
+            "JACCL runs a full mesh of up to 8 ranks, or a ring, and these cables are neither"
+        )
+    return max(found, key=lambda one: one.rate)
+
+
 _ALLREDUCE, _SUMS = ("allreduce",), ("allreduce", "allgather", "reduce_scatter")
 _ONE_TREE = ("allreduce", "broadcast", "reduce")
 _across = partial(Schedule, over=ONE_FABRIC, servers=2)
@@ -202,6 +242,7 @@ _KNOWN = (
     Schedule("ring", partial(_ring, ""), column="ring"),
     Schedule("relay-ring", partial(_ring, "relay"), "relay rings", "ring", over=("nvlink",), column="relay"),
     Schedule("nccl-ring", nccl_ring, "NCCL's ring", "ring", timed=False),
+    Schedule("jaccl", jaccl, "JACCL's mesh or ring", collectives=_SUMS, timed=False),
     Schedule("nccl-tree", nccl_tree, "NCCL's tree", TREE, _ALLREDUCE, timed=False),
     Schedule("nvls", nvls, "NVLS", NVLS, _SUMS, over=("nvlink",), timed=False),
     Schedule(

@@ -173,6 +173,16 @@ def test_simulate_compares_with_nccl_of_today(done: Done, asked: str, verdict: s
     assert "sizes; --all" not in done(f"simulate {asked} --sizes 1KB:1GB")
 
 
+def test_simulate_compares_macs_with_jaccl(done: Done) -> None:
+    """Its ring is faster at 1 MB, so the plan is not called never slower."""
+    lines = lines_of(done("simulate mac-tb5-x4 --without-link s0-s1 --sizes 1KB,1MB,1GB"))
+    assert lines[0].endswith("the plan is faster than JACCL's ring from 1GB on, 1.25x at 1GB")
+    assert lines[2].endswith(
+        "busbw 20 GB/s; faster than the plan at some sizes below 1.179MB (1236364 bytes)"
+    )
+    assert not any("NCCL" in line for line in lines)
+
+
 def test_trees_of_one_shape_share_a_row_whatever_their_number() -> None:
     """Two shapes of 16 trees on two servers of eight; all are listed on request."""
     pair = topoplan.plan(topoplan.cluster([topoplan.Server("dgx-h100", count=2)], nic_gbps=400))

@@ -448,3 +448,23 @@ def test_no_win_over_nccl_is_claimed_that_nvls_undoes(collective: str) -> None:
 def test_rates_of_an_nccl_that_cannot_start_come_with_a_warning(name: str, words: str) -> None:
     notes = compare(topoplan.load(name)).notes
     assert any(words in note for note in notes) if words else not any("start" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "lost", "collective", "kind", "rate", "trees"),
+    [
+        ("mac-tb5-x4", [], "allreduce", "JACCL's mesh", 20, 20),
+        ("mac-tb5-x4", ["s0-s1"], "allreduce", "JACCL's ring", 40 / 3, 50 / 3),
+        ("mac-tb5-ring-x5", [], "allgather", "JACCL's ring", 25, 25),
+        ("mac-tb5-ring-x4", ["s0-s1"], "allreduce", "none", 0, 10),
+        ("mac-tb5-x4", [], "broadcast", "none", 0, 30),
+    ],
+)
+def test_macs_are_compared_with_jaccl_and_not_with_nccl(
+    name: str, lost: list[str], collective: str, kind: str, rate: float, trees: float
+) -> None:
+    row = compare(topoplan.without_links(topoplan.load(name), lost), collective, sizes=[1024])
+    assert (row.jaccl_kind, row.jaccl, row.trees) == (kind, pytest.approx(rate), pytest.approx(trees))
+    assert (row.nccl, row.nccl_kind, row.quickest) == (0, "none", ())
+    assert not any("NCCL" in schedule for schedule, _ in row.schedules)
+    assert compare(topoplan.load("dgx-spark-x4")).jaccl is None

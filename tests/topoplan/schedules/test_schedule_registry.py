@@ -101,7 +101,15 @@ ABSENT = {
     ("relay-ring", "pcie-x8"),
     *(
         (name, machine)
-        for name in ("three-phase", "nvls", "nvls-tree", "one-shot-three-phase", "rails", "relayed-rails")
+        for name in (
+            "three-phase",
+            "nvls",
+            "nvls-tree",
+            "one-shot-three-phase",
+            "rails",
+            "relayed-rails",
+            "jaccl",
+        )
         for machine in ("v100x4", "dgx-1v", "pcie-x8")
     ),
 }
@@ -128,6 +136,7 @@ CLUSTER = ("v100x4", "--servers", "3", "--nic-bandwidth", "100Gb/s")
 PLACES = {
     "nvls": ("dgx-h100", "--in-network", "nvswitch"),
     "nvls-tree": ("dgx-h100", "--servers", "2", "--nic-bandwidth", "400Gb/s", "--in-network", "all"),
+    "jaccl": ("mac-tb5-x4",),
     **dict.fromkeys(("three-phase", "one-shot-three-phase", "rails", "relayed-rails"), CLUSTER),
 }
 """Machines that have a schedule, where v100x4 has it not."""

@@ -21,6 +21,7 @@ from shlex import quote
 
 from topoplan.engines.exported import Exported
 from topoplan.errors import UsageError, warning
+from topoplan.machine.hardware import is_apple
 from topoplan.machine.topology import Device, Topology
 from topoplan.machine.variants import SIDES
 from topoplan.schedules.binary_trees import nccl_start_warning
@@ -88,7 +89,7 @@ def nccl_environment(topology: Topology, *, server: str | None = None) -> Export
         )
     if server is not None and server not in servers:
         raise UsageError(f"{topology.name} has no server {server!r} with GPUs; it has {listed(servers)}")
-    foreign = next((gpu for gpu in gpus if gpu.model.startswith("Apple")), None)
+    foreign = next((gpu for gpu in gpus if is_apple([gpu])), None)
     if foreign is not None:
         raise UsageError(f"nccl-env needs GPUs that NCCL or RCCL drives, got {foreign.name}, {foreign.model}")
     nics = {name: _nics_out(topology, name) for name in servers}

@@ -27,7 +27,7 @@ import numpy as np
 from topoplan.errors import InfeasibleError, UsageError, warning
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import FabricServers
-from topoplan.machine.hardware import with_capable
+from topoplan.machine.hardware import is_apple, with_capable
 from topoplan.machine.topology import Topology, TopologyLike, as_topology
 from topoplan.machine.variants import with_all_capabilities
 from topoplan.model.closed_form import plan_seconds
@@ -113,10 +113,11 @@ def compare(
     picked, relay, double = (rivals.get(name) for name in OWN_COLUMNS)
     exact = {name: verify(made).exact_rate for name, made in rivals.items()}
     rate, against, relayed = verify(trees).exact_rate, exact.get("ring"), exact.get("relay-ring")
-    ran = [name for name in (*NCCL_COLUMNS, DIRECT) if name in rivals]
+    apple = is_apple(map(trees.topology.device, trees.ranks))
+    ran = [] if apple else [name for name in (*NCCL_COLUMNS, DIRECT) if name in rivals]
     best = max(ran, key=lambda name: rivals[name].rate, default="")
     nccl = rivals.get(best)
-    timed = sizes and collective != ALL_TO_ALL and len(chosen) > 1
+    timed = sizes and not apple and collective != ALL_TO_ALL and len(chosen) > 1
     over_nccl = exact.get(best)
     notes = [*nccl_start_warning(trees.topology), *(f"trees: {note}" for note in trees.notes)]
     able = with_all_capabilities(with_capable(topology))
@@ -133,6 +134,12 @@ def compare(
         switches = idle[0] + (f" and {len(idle) - 1} more" if len(idle) > 1 else "")
         with_them = f"trees do {helped:.6g} GB/s if {switches} copies and adds (--in-network nvswitch)"
         notes.append(f"{with_them}, {trees.rate:.6g} without")
+    jaccl = None
+    if apple and len(chosen) > 1 and SCHEDULES["jaccl"].fits(trees):
+        try:
+            jaccl = SCHEDULES["jaccl"].make(topology, collective, gpus=chosen, root=root)
+        except InfeasibleError as error:
+            missing.append(f"JACCL: {error}")
     own_ring: list[tuple[str, float | None]] = []
     if trees.channels == ("pcie",) and picked and picked.channels != trees.channels:
         with suppress(InfeasibleError):
@@ -169,6 +176,8 @@ def compare(
         allocations=(chosen,),
         nccl_nvls=max(switched.values(), default=None),
         nccl_nvls_kind=max(switched, key=lambda name: switched[name], default=NO_RING),
+        jaccl=(jaccl.rate if jaccl else 0.0) if apple else None,
+        jaccl_kind=jaccl.schedule if jaccl else NO_RING,
         quickest=(
             ExpectedWinners(trees, {name: rivals[name] for name in ran}).ranges(plan_seconds(trees), sizes)
             if timed

@@ -49,6 +49,8 @@ class Comparison:
     allocations: all allocations of the row, ascending; empty for too many.
     nccl_nvls, nccl_nvls_kind: rate and kind of NCCL's NVLS, if switches could add and are not asked to; None and "none"
     otherwise.
+    jaccl, jaccl_kind: rate and kind of JACCL's best on Apple's GPUs, 0 and "none" where it has none; None and "none" on
+    others. NCCL does not run there, so texts leave its rates out.
     quickest: the implementation that is expected to be quickest, from each size on at which it changes; empty unless
     asked for.
     """
@@ -76,6 +78,8 @@ class Comparison:
     allocations: tuple[tuple[int, ...], ...] = ()
     nccl_nvls: float | None = None
     nccl_nvls_kind: str = NO_RING
+    jaccl: float | None = None
+    jaccl_kind: str = NO_RING
     quickest: tuple[Quickest, ...] = ()
 
     @property
@@ -93,6 +97,9 @@ class Comparison:
     @property
     def schedules(self) -> tuple[tuple[str, float], ...]:
         """Names and rates of the schedules beside the trees that exist here, as tables and figures show them."""
+        if self.jaccl is not None:
+            ours = ((self.jaccl_kind, self.jaccl), (DOUBLE_TREE, self.double_tree), *self.others)
+            return tuple((name, rate) for name, rate in ours if rate)
         every = (
             (f"NCCL's best today: {self.nccl_best[1]}", self.nccl_best[0]),
             (
