@@ -37,6 +37,9 @@ from topoplan.units import gigabytes_from_gigabits, listed
 ADAPTER = "ports"
 """Name of the NIC that stands for all ports of a server whose traffic is capped."""
 
+MOST_MESH = 8
+"""Most servers of a full mesh that JACCL runs."""
+
 _END = re.compile(r"(?P<server>[^\s:]{1,200}):(?P<port>[A-Za-z0-9_-]{1,80})")
 
 

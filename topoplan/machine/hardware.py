@@ -159,7 +159,7 @@ def is_amd(gpus: Iterable[Device]) -> bool:
 
 
 def is_apple(gpus: Iterable[Device]) -> bool:
-    """Return whether any GPU is Apple's, for which there is no NCCL."""
+    """Return whether any GPU is Apple's; NCCL does not run there."""
     return any(gpu.model.startswith("Apple") for gpu in gpus)
 
 

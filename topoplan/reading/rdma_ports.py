@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from topoplan.errors import TopologyError, UsageError, warning
-from topoplan.machine.cables import Cable
+from topoplan.machine.cables import MOST_MESH, Cable
 from topoplan.machine.cluster import cluster
 from topoplan.machine.cluster_network import Server
 from topoplan.machine.hardware import checked_rate
@@ -29,8 +29,8 @@ THUNDERBOLT_5 = 10.0
 """GB/s of a cable in each direction: 80 Gb/s."""
 
 MOST_RANKS = 256
-MOST_MESH, MOST_CABLES = 8, 4
-"""Largest full mesh that JACCL runs, and most cables between neighbours of its ring."""
+MOST_CABLES = 4
+"""Most cables between neighbours of JACCL's ring."""
 
 NAMES_CHANGE = "names of devices may change when a Mac starts: compare them with ibv_devices before the job"
 

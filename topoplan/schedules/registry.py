@@ -17,7 +17,7 @@ from functools import partial
 from typing import Protocol
 
 from topoplan.errors import InfeasibleError, PlanError, UsageError
-from topoplan.machine.cables import cabled_nics
+from topoplan.machine.cables import MOST_MESH, cabled_nics
 from topoplan.machine.fabric import STAGED, Fabric
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.machine.routing import staged
@@ -27,7 +27,6 @@ from topoplan.plans.certificates.certificate import Certified
 from topoplan.plans.plan import ALL_COLLECTIVES, COLLECTIVES, ROOTED, TREES, Plan, check_collective
 from topoplan.plans.verify import verify
 from topoplan.plugins import Plugin, installed_plugins
-from topoplan.reading.rdma_ports import MOST_MESH
 from topoplan.schedules.binary_trees import (
     NVLS,
     NVLS_TREE,
