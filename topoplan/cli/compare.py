@@ -32,7 +32,7 @@ from topoplan.cli.output import (
     table_of,
     terminal_width,
 )
-from topoplan.cli.sources import printable_machine, read_machine
+from topoplan.cli.sources import may_be_large, printable_machine, read_machine
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words
 from topoplan.machine.topology import Topology
@@ -131,6 +131,12 @@ def run(options: argparse.Namespace) -> Answer:
         given = {"all_allocations": False, "root": None, "size": None, "plot": None}
         arguments.refuse_beside(options, "--without-each-server", given)
         return _without_each_server(options, collective)
+    if may_be_large(options) and not options.all_allocations:
+        from topoplan.cli import large_cluster
+
+        large = large_cluster.requested_plan(options, ("plot",))
+        if large is not None:
+            return large_cluster.run_comparison(options, large)
     machine = read_machine(options)
     topology = machine.whole
     rows: tuple[Comparison, ...]

@@ -286,7 +286,7 @@ def simulate(
     ----------
     plan : Plan, SizePlans or PlanByKind
         Plans by size are simulated with the plan for each size. Without ``nbytes`` also a machine, whose all_reduce on
-        all GPUs is planned. A plan by kind needs ``nbytes``; its links are those of its sample.
+        all GPUs is planned. The links of a plan by kind are those of its sample.
     nbytes : int or str
         Bytes of the user's buffer, or a text such as "64MB"; for all_gather and reduce_scatter of the full gathered
         one.
@@ -341,11 +341,7 @@ def simulate(
         return simulate_one(plan, nbytes, chunk_bytes=chunk_bytes)
     if chunk_bytes is not None:
         raise UsageError("chunk_bytes goes with one size; add nbytes, or leave chunk_bytes out")
-    if isinstance(plan, PlanByKind):
-        raise UsageError(
-            "nbytes must be given for a plan by kind, got none; add a size, or simulate plan.listed()"
-        )
-    source = plan if isinstance(plan, Plans) else as_topology(plan)
+    source = plan if isinstance(plan, (Plans, PlanByKind)) else as_topology(plan)
     answer = _answer("simulate", ["-"], {"topo": source}, sizes=sizes)
     return Result("simulate", answer, lambda: _dicts(answer.rows))
 

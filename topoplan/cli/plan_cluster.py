@@ -27,7 +27,7 @@ from topoplan.cli.output import (
     thinned,
 )
 from topoplan.cli.plan_sets import FAILURE_NOUN
-from topoplan.cli.sources import DESCRIPTION_OPTIONS
+from topoplan.cli.sources import DESCRIPTION_OPTIONS, read_topology
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
 from topoplan.machine.fabric import channel_words
@@ -38,7 +38,7 @@ from topoplan.plans.kind_templates import KindTemplate
 from topoplan.plans.plan import ALL_TO_ALL
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import bracket_notation
-from topoplan.reading.load import load_cluster_by_kind
+from topoplan.reading.load import library, load_cluster_by_kind
 from topoplan.solve.packing.kind_composition import plan_by_kind
 from topoplan.units import counted, format_seconds, format_size, labelled, rate_words
 
@@ -63,22 +63,35 @@ def requested_cluster(options: argparse.Namespace, topology: Topology | None) ->
     ``topology`` is that of TOPO; None if it has not been read, and a cluster file may describe the cluster. UsageError
     if ``--list`` names a server of a cluster that is not planned by kind.
     """
-    cluster = None
     listed = options.listed or options.bound_only or options.method != "exact" or options.schedule != "trees"
     listed = listed or any(getattr(options, name) not in (None, False) for name in _LISTED_ONLY)
     listed = listed or options.channels not in _CHANNELS
-    if not listed:
-        cluster = _from_file(options) if topology is None else requested_by_kind(options, topology)
-        if cluster is not None and (cluster.size <= MOST_LISTED or cluster.servers < 2):
-            cluster = None
-        if cluster is not None:
-            cluster = faulty_by_kind(options, cluster)
+    cluster = None if listed else _large(options, topology)
     if options.list is not None and cluster is None:
         raise UsageError(
             f"--list needs a cluster of more than {MOST_LISTED} GPUs that is planned by kind; leave --list out, or "
             "leave out the options of listed plans"
         )
     return cluster
+
+
+def large_cluster(options: argparse.Namespace, listed_only: Sequence[str]) -> ClusterByKind | None:
+    """Return the cluster of TOPO if it has more than `MOST_LISTED` GPUs; None if one of the options needs its list."""
+    listed = any(getattr(options, name) not in (None, False) for name in listed_only)
+    of_machine = options.servers is not None or options.domain is not None
+    if listed or (options.channels or "auto") not in _CHANNELS:
+        return None
+    if not of_machine and (not isinstance(options.topo, str) or options.topo in library()):
+        return None
+    return _large(options, read_topology(options) if of_machine else None)
+
+
+def _large(options: argparse.Namespace, topology: Topology | None) -> ClusterByKind | None:
+    """Return the cluster of more than `MOST_LISTED` GPUs, with its faults; None for another machine."""
+    cluster = _from_file(options) if topology is None else requested_by_kind(options, topology)
+    if cluster is None or cluster.size <= MOST_LISTED or cluster.servers < 2:
+        return None
+    return faulty_by_kind(options, cluster)
 
 
 def _from_file(options: argparse.Namespace) -> ClusterByKind | None:
@@ -98,7 +111,7 @@ def run(options: argparse.Namespace, cluster: ClusterByKind) -> Answer | None:
             made = plan_by_kind(
                 cluster,
                 options.collective,
-                root=_root_rank(options),
+                root=root_rank(options),
                 channels=options.channels,
                 progress=progress,
             )
@@ -131,7 +144,7 @@ def run(options: argparse.Namespace, cluster: ClusterByKind) -> Answer | None:
     )
 
 
-def _root_rank(options: argparse.Namespace) -> int | None:
+def root_rank(options: argparse.Namespace) -> int | None:
     """Return the rank of the root, whose number on the command line counts the GPUs that are taken out."""
     gone = {gpu for numbers in options.without_gpu or () for gpu in numbers}
     if options.root in gone:
@@ -250,7 +263,7 @@ def run_survival(options: argparse.Namespace, cluster: ClusterByKind) -> Answer:
         book = plan_survival_by_kind(
             cluster,
             options.collective,
-            root=_root_rank(options),
+            root=root_rank(options),
             channels=options.channels,
             progress=progress,
         )

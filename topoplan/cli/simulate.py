@@ -33,7 +33,12 @@ from topoplan.cli.output import (
     write_whole,
 )
 from topoplan.cli.plan_sizes import describe_schedule
-from topoplan.cli.sources import MACHINE_OPTIONS, apply_machine_options, read_plan_or_machine
+from topoplan.cli.sources import (
+    MACHINE_OPTIONS,
+    apply_machine_options,
+    may_be_large,
+    read_plan_or_machine,
+)
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.hardware import is_apple
 from topoplan.machine.topology import Topology
@@ -185,6 +190,12 @@ def run(options: argparse.Namespace) -> Answer:
         return _run_job_file(options)
     check_target(options.trace, "--trace")
     sizes = options.sizes or arguments.size_list(DEFAULT_SIZES)
+    if may_be_large(options):
+        from topoplan.cli import large_cluster
+
+        large = large_cluster.requested_plan(options, ("trace", "headroom", "plot"))
+        if large is not None:
+            return large_cluster.run_sizes(options, large, sizes)
     with progress_line("planning") as progress:
         plan = _plan(options, progress)
         rival, notes = _baseline(plan)
@@ -211,7 +222,7 @@ def run(options: argparse.Namespace) -> Answer:
             return
         best = nccl or rival_rows
         name = NCCL if nccl or plan.collective == ALL_TO_ALL else rival.schedule if rival else ""
-        yield f"{where}: {_verdict(rows, best, name)}"
+        yield f"{where}: {verdict(rows, best, name)}"
         head = [
             *_described("plan", plan),
             *(
@@ -401,7 +412,7 @@ def _nccl_words(times: Sequence[NcclTime]) -> str:
     return f"its fastest choice by NCCL's own tuning model{fitted}{inside}" if times else ""
 
 
-def _verdict(rows: Sequence[SizeRow], others: Sequence[SizeRow | NcclTime], name: str) -> str:
+def verdict(rows: Sequence[SizeRow], others: Sequence[SizeRow | NcclTime], name: str) -> str:
     """Return from which size on the plan is faster than a baseline, and by how much at the largest size."""
     ascending = sorted(range(len(rows)), key=lambda place: rows[place].nbytes)
     rows, others = [rows[place] for place in ascending], [others[place] for place in ascending if others]

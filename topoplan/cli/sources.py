@@ -193,6 +193,15 @@ def parse_claimed_plan(text: str, path: str) -> Plans:
     return plan
 
 
+def may_be_large(options: argparse.Namespace) -> bool:
+    """Return whether TOPO may be a large cluster, or its plan: from options, or from a file."""
+    if options.servers is not None or options.domain is not None:
+        return True
+    if not isinstance(options.topo, str):
+        return not isinstance(options.topo, (Plans, Topology))
+    return options.topo not in library() and Path(options.topo).is_file()
+
+
 def read_by_kind(text: str, path: str) -> PlanByKind | None:
     """Parse the plan of a cluster by kind; None for other files, PlanError for a wrong one."""
     if '"cluster"' not in text or not text.lstrip().startswith("{"):

@@ -18,10 +18,11 @@ speeds in steps and may find less. Deliberately absent: CollNet (SHARP), several
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.fabric import Fabric, usable_fabric
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.machine.hardware import (
@@ -30,8 +31,10 @@ from topoplan.machine.hardware import (
     known_capability,
     nvlink_counts,
     with_assumed_capability,
+    with_capable,
 )
 from topoplan.machine.topology import Topology
+from topoplan.machine.variants import with_all_capabilities
 from topoplan.schedules.binary_trees import nccl_tree, nvls, nvls_tree
 from topoplan.schedules.nccl_channels import MOST_CHANNELS, NcclPaths
 from topoplan.schedules.nccl_search import best_graphs, counted_machine
@@ -212,6 +215,25 @@ def setting_of(topology: Topology) -> NcclSetting:
     count = min(MOST_CHANNELS, ServerChannels(fabric).graph_channels)
     rings = ring_plan(machine).rate * bus_factor("allreduce", len(gpus))
     return NcclSetting(*common, count, rings, nccl_tree(machine).rate, _multicast(machine, fabric))
+
+
+SERVERS_ALIKE = 4
+"""Servers from which on more of one kind change neither NCCL's channels nor their rates."""
+
+
+def setting_by_kind(cluster: ClusterByKind) -> NcclSetting | None:
+    """Return the properties of a communicator of all GPUs of a cluster, by a few of its servers.
+
+    None if its servers are of several kinds, or a leaf, pod or rail carries less than its NICs. Errors as `setting_of`.
+    """
+    network = cluster.network
+    kinds = {kind for kind, count in cluster.runs if count}
+    thin = max(network.oversubscription or 1, network.pod_oversubscription or 1) > 1
+    if len(kinds) > 1 or thin or cluster.uplinks:
+        return None
+    few = replace(cluster, runs=((kinds.pop(), min(SERVERS_ALIKE, cluster.servers)),)).listed()
+    alike = setting_of(with_all_capabilities(with_capable(few)))
+    return replace(alike, ranks=cluster.size, servers=cluster.servers)
 
 
 def _multicast(machine: Topology, fabric: Fabric) -> float:

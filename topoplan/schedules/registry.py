@@ -295,10 +295,11 @@ _REGISTERED: set[str] = set()
 
 COMPARED = frozenset(
     (
-        *("allocations", "binary", "bound", "bound by", "busbw", "channel", "collective", "count"),
-        *("double tree", "double_tree", "gpus", "height", "in-network", "in_network", "members", "nccl"),
-        *("nccl_kind", "nccl_nvls", "nccl_nvls_kind", "nccl_ratio", "notes", "others", "quickest", "ratio"),
-        *("relay", "relay_ratio", "ring", "ring type", "ring_kind", "tree_count", "trees"),
+        *("allocations", "binary", "bound", "bound by", "busbw", "channel", "collective"),
+        *("count", "double tree", "double_tree", "gpus", "height", "in-network", "in_network"),
+        *("jaccl", "jaccl_kind", "members", "nccl", "nccl_kind", "nccl_nvls", "nccl_nvls_kind"),
+        *("nccl_ratio", "notes", "others", "quickest", "ratio", "relay", "relay_ratio", "ring"),
+        *("ring type", "ring_kind", "tree_count", "trees"),
     )
 )
 """Columns of a comparison that are not schedules, in lower case: no schedule is registered under their names."""

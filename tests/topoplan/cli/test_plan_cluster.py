@@ -31,7 +31,8 @@ def test_a_hundred_thousand_gpus_go_through_their_file(
     status, _, err = run("verify -", stdin=json.dumps({**value, "bound": 201.0}))
     assert status == 1
     assert "claims a bound of 201 GB/s; recomputed it is 200.016" in err
-    status, _, err = run(f"simulate {place}")
+    assert "1GB" in done(f"simulate {place} --sizes 1GB")
+    status, _, err = run(f"simulate {place} --trace {tmp_path}/trace.json")
     assert status == 2
     assert "of 100,000 GPUs has" in err
     assert "choose fewer servers" in err
@@ -104,3 +105,35 @@ def test_stdin_and_pipes_are_read_once(run: Run, done: Done) -> None:
         assert done(f"plan /dev/fd/{reading}").startswith("all_reduce on v100x4, 4 GPUs")
     finally:
         os.close(reading)
+
+
+def test_large_clusters_are_compared_and_simulated_by_kind(run: Run, tmp_path: Path) -> None:
+    """10,000 GPUs would take minutes as a list; a plan file gives the answers of its cluster."""
+    asked = ("dgx-h100", "--servers", "1250", "--nic-bandwidth", "400Gb/s")
+    status, out, _ = run("compare", *asked)
+    assert status == 0
+    assert out.splitlines()[0].endswith("trees do 1.00x NCCL's best (network ring)")
+    assert "NCCL: nvls tree" in out
+    assert run("plan", *asked, "-o", str(tmp_path / "plan.json"))[0] == 0
+    times = [
+        run("simulate", *which, "--sizes", "1GB")[1] for which in (asked, (str(tmp_path / "plan.json"),))
+    ]
+    assert times[0] == times[1]
+    assert times[0].splitlines()[0].endswith("the plan is never slower than NCCL's best, 1.23x at 1GB")
+
+
+def test_a_cluster_of_two_kinds_is_compared_with_nothing(run: Run, tmp_path: Path) -> None:
+    cluster = {
+        "format": "topoplan.cluster/1",
+        "name": "two kinds",
+        "servers": [{"machine": "v100x4", "count": 40}, {"machine": "dgx-1v", "count": 20}],
+        "network": {"kind": "switch", "nic_gbps": 100},
+    }
+    path = tmp_path / "two.json"
+    path.write_text(json.dumps(cluster))
+    status, out, _ = run("compare", str(path))
+    assert status == 0
+    assert "not compared: its model needs equal servers" in out
+    assert "busbw" in out.splitlines()[0]
+    status, _, err = run("simulate", str(path), "--sizes", "1MB", "--gpus", "0-3")
+    assert status == 0, err

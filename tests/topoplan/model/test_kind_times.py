@@ -259,15 +259,16 @@ def test_the_time_of_large_messages_follows_the_slow_kind(collective: str, netwo
     assert seconds(100, 100) < base / 2
 
 
-def test_simulate_takes_a_plan_by_kind_for_one_size() -> None:
+def test_simulate_takes_a_plan_by_kind() -> None:
     plan = plan_by_kind(cluster_by_kind([Server("v100x4", count=80)], nic_gbps=100), "all_reduce")
     one = topoplan.simulate(plan, "1MB")
     assert (one.seconds, one.ranks) == (KindClock(plan).time(1 << 20).seconds, 320)
     shares = {plan.images(template).share_each for template in plan.templates}
     cut = topoplan.simulate(plan, "1MB", chunk_bytes=512)
     assert set(cut.chunks) == {ceil(share * (1 << 20) / 512) for share in shares}
-    with pytest.raises(UsageError, match="nbytes must be given for a plan by kind, got none; add a size"):
-        topoplan.simulate(plan)  # type: ignore[call-overload]
+    ours, nccl = topoplan.simulate(plan, sizes=["1MB"]).rows
+    assert (ours["schedule"], nccl["schedule"]) == ("plan", "NCCL's best")
+    assert ours["time"] == pytest.approx(one.seconds * 1e6)
 
 
 def test_more_trees_than_can_be_counted_are_refused() -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+from typing import Any
+
 import pytest
 
 import topoplan
 from topoplan import Topology, UsageError
+from topoplan.machine.hardware import with_capable
 from topoplan.machine.variants import with_all_capabilities
 from topoplan.schedules.nccl_tuning import (
     COLLECTIVES,
     NcclExpectation,
     channel_count,
     expectations,
+    setting_by_kind,
     setting_of,
 )
 
@@ -115,3 +120,25 @@ def test_machines_without_a_model_are_refused(machine: str, told: str) -> None:
         setting_of(found if machine == "mi300x" else found.subset([0]))
     with pytest.raises(UsageError, match="chooses no algorithm for alltoall"):
         expectations(setting_of(topoplan.load("dgx-1v")), "alltoall")
+
+
+@pytest.mark.parametrize("name", ["dgx-h100", "dgx-1v"])
+@pytest.mark.parametrize(
+    "network", [{}, {"network": "rail-optimised"}, {"network": "fat-tree", "leaf_size": 3}]
+)
+def test_a_cluster_by_kind_has_the_setting_of_its_list(name: str, network: dict[str, Any]) -> None:
+    servers = [topoplan.Server(name, count=7)]
+    listed = setting_of(
+        with_all_capabilities(with_capable(topoplan.cluster(servers, nic_gbps=100, **network)))
+    )
+    found = setting_by_kind(topoplan.cluster_by_kind(servers, nic_gbps=100, **network))
+    assert found is not None
+    assert astuple(found) == pytest.approx(astuple(listed))
+
+
+def test_clusters_whose_network_nccl_does_not_know_have_no_setting() -> None:
+    servers = [topoplan.Server("v100x4", count=7)]
+    thin = {"network": "fat-tree", "leaf_size": 3, "oversubscription": 2}
+    assert setting_by_kind(topoplan.cluster_by_kind(servers, nic_gbps=100, **thin)) is None
+    kinds = [*servers, topoplan.Server("dgx-1v", count=7)]
+    assert setting_by_kind(topoplan.cluster_by_kind(kinds, nic_gbps=100)) is None

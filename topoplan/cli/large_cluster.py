@@ -1,0 +1,225 @@
+"""Compare and simulate a large cluster by its kinds of servers, for ``topoplan compare`` and ``topoplan simulate``.
+
+NCCL's rates and times are those of a few of the servers, with the cluster's numbers of servers and GPUs: more servers
+of one kind change neither its channels nor what they carry.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from topoplan.cli.arguments import refuse_beside
+from topoplan.cli.output import (
+    DEFAULT_LINES,
+    Answer,
+    progress_line,
+    table,
+    table_of,
+    thinned,
+)
+from topoplan.cli.plan_cluster import large_cluster, operation_words, root_rank
+from topoplan.cli.simulate import NCCL, TIMES, Times, verdict
+from topoplan.cli.sources import MACHINE_OPTIONS, read_by_kind, read_plan_text
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.cluster_by_kind import ClusterByKind
+from topoplan.machine.fabric import channel_words
+from topoplan.model.expected_times import NcclTime
+from topoplan.model.kind_dataflow import KindClock
+from topoplan.model.times_by_size import row
+from topoplan.plans.plan import ALL_TO_ALL, check_collective
+from topoplan.plans.plan_by_kind import PlanByKind
+from topoplan.plans.verify_by_kind import verify_by_kind
+from topoplan.schedules.nccl_tuning import NcclExpectation, NcclSetting, expectations, setting_by_kind
+from topoplan.solve.packing.kind_composition import plan_by_kind
+from topoplan.units import bus_factor, counted, labelled, rate_words
+
+LISTED_ONLY = ("gpus", "in_network", "size")
+"""Options of an allocation that need the list of its GPUs."""
+
+EQUAL = 1e-6
+"""Relative difference up to which two rates count as equal."""
+
+
+def requested_plan(options: argparse.Namespace, listed_only: Sequence[str] = ()) -> PlanByKind | None:
+    """Return the plan of the file or of the large cluster that the options name; None for all that is listed.
+
+    A plan, or its file, is verified first. ``listed_only`` are the command's options that need a list.
+    """
+    if any(getattr(options, name) not in (None, False) for name in (*LISTED_ONLY, *listed_only)):
+        return None
+    path = options.topo
+    if isinstance(path, PlanByKind):
+        verify_by_kind(path)
+        return path
+    if isinstance(path, str) and Path(path).is_file():
+        text = read_plan_text(path)
+        made = read_by_kind(text, path) if '"templates"' in text else None
+        if made is not None:
+            refuse_beside(options, "a plan file, which has settled it", dict.fromkeys(MACHINE_OPTIONS))
+            verify_by_kind(made)
+            return made
+    cluster = large_cluster(options, ())
+    if cluster is None:
+        return None
+    try:
+        with progress_line("planning") as progress:
+            return plan_by_kind(
+                cluster,
+                check_collective(options.collective or "allreduce"),
+                root=root_rank(options),
+                channels=options.channels or "auto",
+                progress=progress,
+            )
+    except InfeasibleError:
+        return None
+
+
+def nccl_setting(cluster: ClusterByKind) -> NcclSetting | None:
+    """Return NCCL's setting on a cluster; None if its model does not know such GPUs or such a cluster."""
+    try:
+        return setting_by_kind(cluster)
+    except (UsageError, InfeasibleError):
+        return None
+
+
+def _not_compared(plan: PlanByKind) -> str:
+    if plan.collective == ALL_TO_ALL:
+        return "not compared: its model has no all_to_all"
+    return "not compared: its model needs equal servers with NVIDIA GPUs, and a network as fast as their NICs"
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A schedule of NCCL and its rate in GB/s of algorithm bandwidth."""
+
+    name: str
+    rate: float
+
+
+def rivals(plan: PlanByKind, here: NcclSetting | None) -> list[Rival]:
+    """Return NCCL's schedules of the plan's collective, the fastest first."""
+    if here is None or plan.collective == ALL_TO_ALL:
+        return []
+    found = [Rival("network ring", here.rings / bus_factor(plan.collective, plan.size))]
+    if plan.collective == "allreduce":
+        found += [Rival("nccl tree", here.trees), Rival("nvls tree", here.multicast)]
+    return sorted((one for one in found if one.rate), key=lambda one: -one.rate)
+
+
+def run_comparison(options: argparse.Namespace, plan: PlanByKind) -> Answer:
+    """Compare the trees of a large cluster with NCCL's schedules."""
+    others = rivals(plan, nccl_setting(plan.cluster))
+    factor = bus_factor(plan.collective, plan.size)
+
+    def beside() -> str:
+        if not others:
+            return rate_words(plan.rate, plan.collective, plan.size)
+        best, ratio = others[0], plan.rate / others[0].rate
+        if abs(ratio - 1) <= EQUAL:
+            return f"trees and NCCL's best ({best.name}) are equally fast"
+        if ratio < 1:
+            return f"NCCL's best ({best.name}) is {1 / ratio:.2f}x the trees"
+        return f"trees do {ratio:.2f}x NCCL's best ({best.name})"
+
+    def text() -> Iterator[str]:
+        yield f"{_where(plan)}: {beside()}"
+        noun = "path" if plan.collective == ALL_TO_ALL else "tree"
+        number = f"{counted(plan.num_trees, noun)} of height {plan.height}"
+        yield from labelled(
+            ("algbw", f"{rate_words(plan.rate, plan.collective, plan.size)}, {number}"),
+            ("upper bound", rate_words(plan.bound, plan.collective, plan.size)),
+            ("NCCL", "" if others else _not_compared(plan)),
+        )
+        if others:
+            yield ""
+            rows = [
+                (
+                    f"NCCL: {one.name}",
+                    f"{one.rate:.2f}",
+                    f"{one.rate * factor:.2f}",
+                    f"{plan.rate / one.rate:.2f}x",
+                )
+                for one in others
+            ]
+            yield table(("schedule", "algbw", "busbw", f"{noun}s / it"), rows)
+
+    row = {
+        "servers": plan.cluster.servers,
+        "ranks": plan.size,
+        "trees": plan.rate,
+        "busbw": plan.rate * factor,
+        "bound": plan.bound,
+        "tree_count": plan.num_trees,
+        "height": plan.height,
+        "nccl": others[0].rate if others else None,
+        "nccl_kind": others[0].name if others else "none",
+        "nccl_ratio": plan.rate / others[0].rate if others else None,
+    }
+    named = {"machine": plan.cluster.name, "collective": plan.collective, "notes": list(plan.notes)}
+    every = {"schedules": {one.name: one.rate for one in others}}
+    return Answer(text=text, value=lambda: {**named, **row, **every}, rows=lambda: [row], notes=plan.notes)
+
+
+def run_sizes(options: argparse.Namespace, plan: PlanByKind, sizes: Sequence[int]) -> Answer:
+    """Print the model time of a plan by kind over sizes beside NCCL's."""
+    here = None if plan.collective == ALL_TO_ALL else nccl_setting(plan.cluster)
+    model = expectations(here, plan.collective) if here is not None else ()
+    clock = KindClock(plan)
+    with progress_line("timing"):
+        rows = [row(plan.collective, plan.size, size, clock.time(size).seconds) for size in sizes]
+        nccl = [_quickest(model, size, bus_factor(plan.collective, plan.size)) for size in sizes if model]
+
+    noun = "path" if plan.collective == ALL_TO_ALL else "tree"
+    number = f"{plan.num_trees:,} of height {plan.height}"
+
+    def text() -> Iterator[str]:
+        yield f"{_where(plan)}: {verdict(rows, nccl, NCCL)}"
+        yield from labelled(
+            ("plan", f"{noun}s, {rate_words(plan.rate, plan.collective, plan.size)}, {number}"),
+            (
+                "NCCL",
+                "its fastest choice by NCCL's own tuning model, as in explain"
+                if model
+                else _not_compared(plan),
+            ),
+        )
+        yield ""
+        asked = options.sizes is not None or options.all
+        every: list[Times] = [(one, None, nccl[place] if nccl else None) for place, one in enumerate(rows)]
+        shown = thinned(every, DEFAULT_LINES - 8, every=asked)
+        yield table_of([each for each in TIMES if any(each.of(one) is not None for one in shown)], shown)
+        if len(shown) < len(rows):
+            yield f"… {len(shown)} of {len(rows)} sizes; --all prints all"
+
+    nccl_rows = [row(plan.collective, plan.size, one.nbytes, one.seconds) for one in nccl]
+    records = [
+        {"schedule": name, **one.to_object()}
+        for name, part in (("plan", rows), (NCCL, nccl_rows))
+        for one in part
+    ]
+    value = {
+        "collective": plan.collective,
+        "machine": plan.cluster.name,
+        "servers": plan.cluster.servers,
+        "ranks": plan.size,
+        "rate": plan.rate,
+        "bound": plan.bound,
+        "times": records,
+        "notes": list(plan.notes),
+    }
+    return Answer(text=text, value=lambda: value, rows=lambda: records, notes=plan.notes)
+
+
+def _quickest(model: Sequence[NcclExpectation], nbytes: int, factor: float) -> NcclTime:
+    best = min(model, key=lambda one: one.seconds(nbytes))
+    return NcclTime(nbytes, best.seconds(nbytes), f"{best.algorithm} {best.protocol}", factor, measured=False)
+
+
+def _where(plan: PlanByKind) -> str:
+    return (
+        f"{operation_words(plan)} on {plan.cluster.name}, {plan.size:,} GPUs of {plan.cluster.servers:,} servers, over "
+        f"{channel_words(plan.channels, plan.sample.topology)}"
+    )
