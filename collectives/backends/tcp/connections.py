@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from collectives.backends.backend import LinkShare, LinkUse
+from collectives.backends.tcp.link_probe import LinkEnds
 from collectives.peers.connections import Connection, Endpoint, Listener, Message
 from collectives.tables.transfer_table import EdgeStream, TransferTable
 from topoplan.errors import TopologyError, UsageError
@@ -334,6 +335,10 @@ def link_use(connection: socket.socket) -> LinkUse | None:
     return LinkUse(nbytes, (busy - held) / 1e6)
 
 
+class LinkLostError(ConnectionError):
+    """No packet comes back from the other end of a link; the text is a message for the caller."""
+
+
 BARRIER = "meeting"
 """The channel of the barrier's connections."""
 
@@ -393,10 +398,14 @@ class TcpConnections:
         """Open links from now on; `peers` holds the addresses and the cards of the other ranks."""
         self._peers = peers
 
-    def open(self, queue: Queue, timeout: float) -> None:
-        """Open a link from this rank, if it is not open yet; raise ConnectionError with a message for the caller."""
+    def open(self, queue: Queue, timeout: float, *, answers_within: float | None = None) -> None:
+        """Open a link from this rank, if it is not open yet; raise ConnectionError with a message for the caller.
+
+        The rank at the other end has `timeout` seconds, and its system `answers_within`, by default as many; after
+        these it is a `LinkLostError`.
+        """
         if queue not in self.outgoing:
-            self.outgoing[queue] = self._connect(queue, timeout)
+            self.outgoing[queue] = self._connect(queue, timeout, answers_within)
 
     def descriptor(self, queue: Queue) -> int:
         """Return the descriptor of a link's connection, -1 if it is not open yet."""
@@ -467,8 +476,8 @@ class TcpConnections:
                 "in the wires file"
             ) from error
 
-    def _connect(self, queue: Queue, timeout: float) -> socket.socket:
-        """Return an introduced connection to a rank."""
+    def ends_of(self, queue: Queue) -> LinkEnds:
+        """Return the addresses of a link from this rank; raise ConnectionError with a message for the caller."""
         peer = queue[1]
         wire = self._wires.get(queue)
         entry = self._peers[str(peer)]
@@ -479,16 +488,26 @@ class TcpConnections:
             raise ConnectionError(
                 f"rank {peer} does not listen {where}; give all ranks the same wires file, with all links of the plan"
             )
+        return None if wire is None else wire.leaves, (address, port)
+
+    def _connect(
+        self, queue: Queue, timeout: float, answers_within: float | None = None
+    ) -> socket.socket:
+        """Return an introduced connection to a rank."""
+        peer = queue[1]
+        leaves, (address, port) = self.ends_of(queue)
+        where = f"rank {peer} at {address}:{port}" + ("" if leaves is None else f" from {leaves}")
         try:
-            made = connect((address, port), leaves=wire.leaves if wire else None, timeout=timeout)
-            return Connection.to(
-                made, entry["links"], self._key, {"type": "link", "link": queue}, timeout=timeout
-            )
+            made = connect((address, port), leaves=leaves, timeout=answers_within or timeout)
+        except ConnectionRefusedError as error:
+            raise ConnectionError(f"cannot reach {where}: {error.strerror}") from error
         except OSError as error:
-            leaves = f" from {wire.leaves}" if wire else ""
-            raise ConnectionError(
-                f"cannot reach rank {peer} at {address}:{port}{leaves}: {error.strerror or error}"
-            ) from error
+            raise LinkLostError(f"cannot reach {where}: {error.strerror or error}") from error
+        card, first = self._peers[str(peer)]["links"], {"type": "link", "link": queue}
+        try:
+            return Connection.to(made, card, self._key, first, timeout=timeout)
+        except OSError as error:
+            raise ConnectionError(f"cannot reach {where}: {error.strerror or error}") from error
 
     def _accept(self, connection: Connection) -> None:
         """Take a connection of a rank: it says which link it is, and the bytes of the link follow."""
