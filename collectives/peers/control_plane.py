@@ -27,7 +27,6 @@ from operator import attrgetter
 
 from topoplan.errors import BackendError, RefusedError
 
-
 Link = tuple[int, int, str]
 """Source rank, destination rank and channel of a connection."""
 
@@ -91,13 +90,13 @@ def cut_links(answers: Mapping[int, Waiting], timeout: float) -> list[tuple[Link
         if rank != link[0] or destination is None:
             continue
         data = source.data - destination.data
-        credits = 0 if source.credits is None else (destination.credits or 0) - source.credits
-        if data > 0 or credits > 0:
+        back = 0 if source.credits is None else (destination.credits or 0) - source.credits
+        if data > 0 or back > 0:
             sender, receiver = link[:2] if data > 0 else link[1::-1]
             one, other = answers[sender], answers[receiver]
             still = one.peer is None or one.idle >= timeout / 2
             if still and other.peer is not None and other.idle >= timeout / 2:
-                found.append((link, sender, receiver, max(data, credits)))
+                found.append((link, sender, receiver, max(data, back)))
     return sorted(found)
 
 

@@ -385,8 +385,8 @@ def _waiting(message: Message) -> Waiting:
         message["step"],
         float("inf") if idle is None else float(idle),
         tuple(
-            LinkCount(link, int(data), None if credits is None else int(credits))
-            for *ends, data, credits in counts
+            LinkCount(link, int(data), None if back is None else int(back))
+            for *ends, data, back in counts
             for link in _links({"links": [ends]})
         ),
     )

@@ -420,7 +420,9 @@ class TcpControlPlane(ControlPlane):
         peer = verdict["peer"]
         rank = self.rank if verdict["rank"] is None else verdict["rank"]
         step = self.step(peer) if verdict["step"] is None else verdict["step"]
-        links = tuple((source, destination, channel) for source, destination, channel in verdict.get("links", []))
+        links = tuple(
+            (source, destination, channel) for source, destination, channel in verdict.get("links", [])
+        )
         return BackendError(str(verdict["message"]), rank=rank, peer=peer, step=step, links=links)
 
     def _silent_rendezvous(self, reason: str, peer: int | None) -> BackendError:

@@ -16,6 +16,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from operator import index
 from typing import Any
 
@@ -209,15 +210,17 @@ def link_name(plan: Plan, queue: tuple[int, int, str], route: Sequence[str] = ()
 
     >>> import topoplan
     >>> macs = topoplan.plan(topoplan.load("mac-tb5-x4"))
-    >>> link_name(macs, (3, 1, "network")), link_name(macs, (0, 1, "network"), ("s0.gpu0", "s0.tb0", "s1.tb0", "s1.gpu0"))
-    ('s1-s3', 's0-s1')
+    >>> link_name(macs, (3, 1, "network"))
+    's1-s3'
+    >>> link_name(macs, (0, 1, "network"), ("s0.gpu0", "s0.tb0", "s1.tb0", "s1.gpu0"))
+    's0-s1'
     >>> link_name(topoplan.plan(topoplan.load("dgx-1v"), gpus=[0, 1]), (1, 0, "nvlink"))
     'gpu1-gpu0'
     """
     machine = plan.topology
     ends = plan.vertices[queue[0]], plan.vertices[queue[1]]
     servers = {machine.device(end).server for end in ends}
-    pairs = set(zip(route, route[1:], strict=False))
+    pairs = set(pairwise(route))
     found = [
         name
         for name, cable in cables(machine).items()
@@ -248,7 +251,9 @@ def replaceable_links(
     """
     names = {queue: link_name(plan, queue, route) for queue, route in sorted(wires.items())}
     spare = {
-        name for name in set(names.values()) if _joins(len(plan.ranks), [q for q in names if names[q] != name])
+        name
+        for name in set(names.values())
+        if _joins(len(plan.ranks), [q for q in names if names[q] != name])
     }
     return {queue: name for queue, name in names.items() if name is not None and name in spare}
 

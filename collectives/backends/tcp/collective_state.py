@@ -290,7 +290,7 @@ class TcpCollective:
         the present call has chunks for it yet.
         """
         rows = zip(self.program.links, self._counts.tolist(), self._link_rows["left"].tolist(), strict=True)
-        return {link: (chunks, credits, left > 0) for link, (chunks, credits), left in rows}
+        return {link: (data, back, left > 0) for link, (data, back), left in rows}
 
     def silent(self, seconds: float, *, began: int) -> list[Queue]:
         """Return the open links that have chunks to move yet, and have moved nothing for so many seconds.

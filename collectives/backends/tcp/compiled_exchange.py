@@ -285,9 +285,7 @@ def exchange(
     state = frame[0]
     began = now = _now(frame)
     idle = False
-    if state.kept_chunks > 0 and not _join_kept(
-        streams, befores, links, progress, kept, free, frame, counts
-    ):
+    if state.kept_chunks > 0 and not _join_kept(streams, befores, links, progress, kept, free, frame, counts):
         return BY_PYTHON
     while state.left > 0:
         moved = False

@@ -490,9 +490,7 @@ class TcpConnections:
             )
         return None if wire is None else wire.leaves, (address, port)
 
-    def _connect(
-        self, queue: Queue, timeout: float, answers_within: float | None = None
-    ) -> socket.socket:
+    def _connect(self, queue: Queue, timeout: float, answers_within: float | None = None) -> socket.socket:
         """Return an introduced connection to a rank."""
         peer = queue[1]
         leaves, (address, port) = self.ends_of(queue)

@@ -393,9 +393,9 @@ class TcpBackend(OneRank):
         if state is None:
             if len(self._collectives) == KEPT_COLLECTIVES:
                 dropped = self._collectives.pop(next(iter(self._collectives)))
-                for link, (data, credits, _) in dropped.counts().items():
+                for link, (data, back, _) in dropped.counts().items():
                     before = self._dropped.get(link, (0, 0))
-                    self._dropped[link] = before[0] + data, before[1] + credits
+                    self._dropped[link] = before[0] + data, before[1] + back
 
             def link_of(stream: EdgeStream) -> Queue:
                 return connection_of(stream, call.plan, call.table, self._wires)
@@ -411,12 +411,12 @@ class TcpBackend(OneRank):
         """Return the bytes of all links of this rank."""
         totals = {link: (*moved, False) for link, moved in self._dropped.items()}
         for state in list(self._collectives.values()):
-            for link, (data, credits, left) in state.counts().items():
+            for link, (data, back, left) in state.counts().items():
                 before = totals.get(link, (0, 0, False))
-                totals[link] = before[0] + data, before[1] + credits, before[2] or left
+                totals[link] = before[0] + data, before[1] + back, before[2] or left
         return tuple(
-            LinkCount(link, data, credits if left or link[0] != self.rank else None)
-            for link, (data, credits, left) in sorted(totals.items())
+            LinkCount(link, data, back if left or link[0] != self.rank else None)
+            for link, (data, back, left) in sorted(totals.items())
         )
 
     @property
@@ -438,7 +438,9 @@ class TcpBackend(OneRank):
     def _report_lost(self, silent: Sequence[Queue]) -> None:
         """Report cables of silent links that do not answer, again and again: the other end may only be paused."""
         out = self._links_out()
-        lost = self._probes.unanswered({self._cables[link] for link in silent if self._cables.get(link) in out})
+        lost = self._probes.unanswered(
+            {self._cables[link] for link in silent if self._cables.get(link) in out}
+        )
         now = time.monotonic()
         if lost and now - self._lost_at > REPORT_SECONDS:
             self._lost_at = now
@@ -712,7 +714,8 @@ class TcpBackend(OneRank):
         until, tries = time.monotonic() + self._timeout, 0
         while link in self._cables and (began := time.monotonic()) < until:
             try:
-                return self._network.open(link, self._timeout, answers_within=REPORT_SECONDS)
+                self._network.open(link, self._timeout, answers_within=REPORT_SECONDS)
+                return
             except LinkLostError:
                 tries += 1
             if tries >= TRIES:
