@@ -287,10 +287,11 @@ class TcpCollective:
 
     def counts(self) -> dict[Queue, tuple[int, int, bool]]:
         """Return for each link the bytes of chunks that this end has moved in all calls, those of credits, and whether
-        the present call has chunks for it yet.
+        the present call has begun and has chunks for it yet.
         """
-        rows = zip(self.program.links, self._counts.tolist(), self._link_rows["left"].tolist(), strict=True)
-        return {link: (data, back, left > 0) for link, (data, back), left in rows}
+        left = ((self._link_rows["left"] > 0) & (self._link_rows["descriptor"] >= 0)).tolist()
+        rows = zip(self.program.links, self._counts.tolist(), left, strict=True)
+        return {link: (data, back, more) for link, (data, back), more in rows}
 
     def silent(self, seconds: float, *, began: int) -> list[Queue]:
         """Return the open links that have chunks to move yet, and have moved nothing for so many seconds.
