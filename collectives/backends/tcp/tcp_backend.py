@@ -169,6 +169,7 @@ class TcpBackend(OneRank):
         self._collectives: dict[tuple[object, ...], TcpCollective] = {}
         self._dropped: dict[Queue, tuple[int, int]] = {}  # bytes in collectives that are not kept any more
         self._cables: Mapping[Queue, str] = {}
+        self._probes: LinkProbes | None = None  # of the cables that are watched
         self._lost_at = 0.0  # when lost links were reported last
         self._barrier: DisseminationBarrier | None = None
         self._barrier_opened = False
@@ -364,8 +365,8 @@ class TcpBackend(OneRank):
             state.go_on()
             if state.status == WAITING:
                 self._wakeup.clear()
-                if self._cables:
-                    self._report_lost(state.silent(SILENT_SECONDS, began=met))
+                if self._probes is not None:
+                    self._report_lost(self._probes, state.silent(SILENT_SECONDS, began=met))
             elif state.status != ENDED:
                 peer, message, lost = state.trouble()
                 world.report(message, peer=peer, step=state.stops_at(peer), links=lost)
@@ -382,7 +383,8 @@ class TcpBackend(OneRank):
                 )
         finally:
             state.end()
-            self._probes.close()
+            if self._probes is not None:
+                self._probes.close()
         self._note_steps(call, began, met, state)
 
     def _collective_of(self, call: Call[Any]) -> TcpCollective:
@@ -425,6 +427,7 @@ class TcpBackend(OneRank):
 
     def watch(self, cables: Mapping[Queue, str]) -> None:
         self._cables = cables
+        self._probes = LinkProbes(self._cable_ends) if cables else None
 
     def _cable_ends(self, cable: str) -> LinkEnds:
         """Return the addresses of a link from this rank over a cable."""
@@ -435,12 +438,10 @@ class TcpBackend(OneRank):
         out = sorted((link for link in self._cables if link[0] == self.rank), reverse=True)
         return {self._cables[link]: link for link in out}
 
-    def _report_lost(self, silent: Sequence[Queue]) -> None:
+    def _report_lost(self, probes: LinkProbes, silent: Sequence[Queue]) -> None:
         """Report cables of silent links that do not answer, again and again: the other end may only be paused."""
         out = self._links_out()
-        lost = self._probes.unanswered(
-            {self._cables[link] for link in silent if self._cables.get(link) in out}
-        )
+        lost = probes.unanswered({self._cables[link] for link in silent if self._cables.get(link) in out})
         now = time.monotonic()
         if lost and now - self._lost_at > REPORT_SECONDS:
             self._lost_at = now
@@ -674,7 +675,6 @@ class TcpBackend(OneRank):
             self._wakeup.close()
             raise
         (self._network,) = made
-        self._probes = LinkProbes(self._cable_ends)
         self._world.link_counts = self._link_counts
         welcome = self._world.welcome
         cards = [welcome["peers"][str(peer)].get("survivors") for peer in range(self.size)]

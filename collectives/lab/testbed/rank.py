@@ -121,13 +121,13 @@ def _run_dropping(job: SandboxJob, communicator: Communicator, plan: Plan, sched
     """Run before links become slower or are cut, then until the ranks have replanned, then by the new plan.
 
     The three parts are reported as sizes 0, 1 and 2; the ranks replanned before or in the first run of the last part.
-    Rank 0 cuts links in the middle of a run, and reports when.
+    Rank 0 cuts links in the middle of a run, and reports when. Runs that ended before count as runs before.
     """
     rank, usual = communicator.ranks[0], 0.0
 
     def run(phase: int, number: int) -> float:
         start, seconds, wrong = _run_once(communicator, plan, job.sizes[0], job.chunk_bytes)
-        phase += communicator.plan.digest != plan.digest
+        phase = phase if communicator.plan.digest == plan.digest else 2
         times = {"start": start, "seconds": seconds, "wrong": wrong}
         _write_record(rank=rank, schedule=schedule, size=phase, run=number, **times)
         return seconds
@@ -138,9 +138,9 @@ def _run_dropping(job: SandboxJob, communicator: Communicator, plan: Plan, sched
         shape_links(job.drop)
         if job.cut:
             threading.Timer(START_DELAY + usual / 2, _cut, [job]).start()
-    number = 0
-    while not communicator.notes and number < job.most_dropped:
-        run(1, number)
+    number = job.runs
+    while not communicator.notes and number < job.runs + job.most_dropped:
+        run(0 if job.cut else 1, number)
         number += 1
     if communicator.plan.digest != plan.digest:
         for after in range(number, number + job.runs):
