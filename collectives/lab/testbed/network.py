@@ -111,7 +111,7 @@ def cable_flows(plan: Plan, known: Mapping[PlanFlow, Sequence[Link]]) -> dict[Pl
     [(0, 1), (1, 0)]
     """
     machine = plan.topology
-    links = {(one.src, one.dst): one for one in machine.links if one.channel in plan.channels}
+    links = {(one.src, one.dst): one for one in Fabric(machine, plan.channels).links}
     taken = {(flow.source, flow.destination, link) for flow, crossed in known.items() for link in crossed}
     found: dict[PlanFlow, tuple[Link, ...]] = {}
     for ends in sorted(end for cable in cables(machine).values() for end in cable if end in links):
