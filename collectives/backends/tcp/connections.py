@@ -32,7 +32,7 @@ import termios
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -339,6 +339,38 @@ class LinkLostError(ConnectionError):
     """No packet comes back from the other end of a link; the text is a message for the caller."""
 
 
+_SINCE, _ROUND_TRIP = struct.Struct("@II"), struct.Struct("@II")
+_SINCE_AT, _ROUND_TRIP_AT = 52, 68
+"""There too: last_data_recv and last_ack_recv, in milliseconds; rtt and rttvar, in microseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """The packets of a connection: seconds since the last one came, and the longest time for an answer to come.
+
+    The latter is that after which TCP sends a packet again, without its minimum: `answer` covers queues on the way.
+    """
+
+    since: float
+    answer: float
+
+
+def arrivals(connection: socket.socket) -> Arrivals | None:
+    """Return what the system knows of the packets of a connection; None if it says nothing, as `link_use`.
+
+    >>> with socket.socket() as connection:
+    ...     (arrivals(connection) is not None) == (sys.platform == "linux")
+    True
+    """
+    if sys.platform != "linux" or connection.family == socket.AF_UNIX:
+        return None
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    if len(info) < _INFO_BYTES:
+        return None
+    mean, deviation = _ROUND_TRIP.unpack_from(info, _ROUND_TRIP_AT)
+    return Arrivals(min(_SINCE.unpack_from(info, _SINCE_AT)) / 1e3, (mean + 4 * deviation) / 1e6)
+
+
 BARRIER = "meeting"
 """The channel of the barrier's connections."""
 
@@ -411,6 +443,13 @@ class TcpConnections:
         """Return the descriptor of a link's connection, -1 if it is not open yet."""
         link = self.outgoing.get(queue) or self.incoming.get(queue)
         return -1 if link is None else link.fileno()
+
+    def arrivals(self, queues: Collection[Queue]) -> list[Arrivals]:
+        """Return what the system knows of the packets of those of some links that are open."""
+        with self._lock:
+            kept = {**self.incoming, **self.outgoing}
+        found = [arrivals(kept[queue]) for queue in queues if queue in kept]
+        return [one for one in found if one is not None]
 
     def uses(self) -> dict[Queue, LinkUse]:
         """Return the traffic over each link from this rank so far."""

@@ -3,7 +3,8 @@
 The end of a link that moves nothing for `SILENT_SECONDS` asks the system at the other end: it opens connections to the
 address at which that rank listens, from this end's own address of the link, and closes them at once. A system that
 runs answers, whatever its processes do: a rank that computes, or is stopped, has a sound link. If no connection of
-`PROBES` is answered within `ANSWER_SECONDS`, nothing comes back over the link.
+`PROBES` is answered within `ANSWER_SECONDS`, or a round trip of the link if that is more, nothing comes back over it.
+A link is not silent while the system gets packets, such as the acknowledgements of a slow link.
 
 Other ways are wrong or late. ``TCP_USER_TIMEOUT`` ends the connection to a stopped rank too, once its window is closed
 (Linux counts from the first probe of a closed window, answered or not: ``tcp_probe_timer``). Missing acknowledgements
@@ -17,7 +18,7 @@ import contextlib
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from collectives.peers.address import prioritize
@@ -67,7 +68,7 @@ class LinkProbes:
 
     >>> listener = socket.create_server(("127.0.0.1", 0))
     >>> probes = LinkProbes(lambda name: (None, listener.getsockname()))
-    >>> [probes.unanswered(["cable"]) for _ in range(3)]
+    >>> [probes.unanswered({"cable": 0.0}) for _ in range(3)]
     [[], [], []]
     >>> probes.close()
     >>> listener.close()
@@ -80,18 +81,21 @@ class LinkProbes:
         self._clock = clock
         self._trials: dict[str, _Trial] = {}
 
-    def unanswered(self, silent: Collection[str]) -> list[str]:
-        """Return the links, of those that are silent now, that do not answer; to be called again and again."""
+    def unanswered(self, silent: Mapping[str, float]) -> list[str]:
+        """Return the links, of those that are silent now, that do not answer; to be called again and again.
+
+        `silent` has the seconds that an answer may take, if they are more than `ANSWER_SECONDS`.
+        """
         for name in [one for one in self._trials if one not in silent]:
             self._trials.pop(name).close()
-        return [name for name in sorted(silent) if self._look(name)]
+        return [name for name in sorted(silent) if self._look(name, max(silent[name], ANSWER_SECONDS))]
 
     def close(self) -> None:
         """End all probes."""
-        self.unanswered(())
+        self.unanswered({})
 
-    def _look(self, name: str) -> bool:
-        """Look for answers of one link, and probe it again; return whether it does not answer."""
+    def _look(self, name: str, limit: float) -> bool:
+        """Look for answers of one link, and probe it again; return whether it does not answer for so many seconds."""
         now, trial = self._clock(), self._trials.setdefault(name, _Trial())
         if now < trial.due:
             return False
@@ -105,7 +109,7 @@ class LinkProbes:
         trial.looked = now
         if len(trial.probes) < PROBES:
             trial.probes.append(_probe(*self._ends_of(name)))
-        return trial.waited >= ANSWER_SECONDS
+        return trial.waited >= limit
 
 
 def _probe(leaves: str | None, reaches: tuple[str, int]) -> socket.socket:

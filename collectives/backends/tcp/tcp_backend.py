@@ -440,8 +440,12 @@ class TcpBackend(OneRank):
 
     def _report_lost(self, probes: LinkProbes, silent: Sequence[Queue]) -> None:
         """Report cables of silent links that do not answer, again and again: the other end may only be paused."""
-        out = self._links_out()
-        lost = probes.unanswered({self._cables[link] for link in silent if self._cables.get(link) in out})
+        out, asked = self._links_out(), dict[str, float]()
+        for cable in {self._cables[link] for link in silent if self._cables.get(link) in out}:
+            came = self._network.arrivals([link for link in self._cables if self._cables[link] == cable])
+            if all(one.since > SILENT_SECONDS for one in came):
+                asked[cable] = max((one.answer for one in came), default=0.0)
+        lost = probes.unanswered(asked)
         now = time.monotonic()
         if lost and now - self._lost_at > REPORT_SECONDS:
             self._lost_at = now

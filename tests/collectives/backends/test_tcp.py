@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from collectives.backends.tcp.chunk_order import footprint, orders
 from collectives.backends.tcp.collective_state import TcpProgram
 from collectives.backends.tcp.connections import (
     PACING,
+    arrivals,
     base_queue,
     connection_rates,
     link_rates,
@@ -255,11 +257,13 @@ class Clock:
         return self.now
 
 
-def looks(probes: LinkProbes, clock: Clock, *, every: float, until: float) -> float | None:
+def looks(
+    probes: LinkProbes, clock: Clock, *, every: float, until: float, answer: float = 0.0
+) -> float | None:
     """The seconds until the cable is said not to answer, when it is looked at so often."""
     began = clock.now
     while clock.now < began + until:
-        if probes.unanswered(["cable"]):
+        if probes.unanswered({"cable": answer}):
             return clock.now - began
         clock.now += every
     return None
@@ -283,6 +287,24 @@ def test_a_link_answers_whatever_the_process_at_its_other_end_does() -> None:
     assert pauses.max() < 1.02
 
 
+def test_a_connection_knows_when_its_last_packet_came() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other = listener.accept()[0]
+        with one, other:
+            other.sendall(b"data")
+            assert one.recv(4) == b"data"
+            time.sleep(0.3)
+            before = [arrivals(end) for end in (one, other)]
+            one.sendall(b"more")
+            assert other.recv(4) == b"more"
+            time.sleep(0.05)
+            after = [arrivals(end) for end in (one, other)]
+    for earlier, later in zip(before, after, strict=True):
+        assert (earlier is None) == (later is None) == (sys.platform != "linux")
+        assert earlier is None or later is None or earlier.since > 0.25 > later.since
+
+
 NOBODY: dict[str, LinkEnds] = {
     "an address that has gone with its interface": ("192.0.2.1", ("127.0.0.1", 9)),
     "nothing leads there": (None, ("255.255.255.255", 9)),
@@ -297,15 +319,19 @@ def test_a_link_without_an_answer_is_lost_soon(ends: LinkEnds) -> None:
     assert found is not None
     assert ANSWER_SECONDS <= found < ANSWER_SECONDS + 0.03
     probes.close()
+    found = looks(probes, clock, every=0.02, until=1.0, answer=0.5)
+    assert found is not None
+    assert 0.5 <= found < 0.53
+    probes.close()
 
 
 def test_time_in_which_a_rank_did_not_run_is_not_time_without_an_answer() -> None:
     clock = Clock()
     probes = LinkProbes(lambda cable: NOBODY["nothing leads there"], clock)
-    assert probes.unanswered(["cable"]) == []
+    assert probes.unanswered({"cable": 0.0}) == []
     clock.now += 60.0
-    assert probes.unanswered(["cable"]) == []
-    assert probes.unanswered([]) == []  # it moves again: the next silence counts from its own beginning
+    assert probes.unanswered({"cable": 0.0}) == []
+    assert probes.unanswered({}) == []  # it moves again: the next silence counts from its own beginning
     found = looks(probes, clock, every=0.02, until=1.0)
     assert found is not None
     assert found >= ANSWER_SECONDS
