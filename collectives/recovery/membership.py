@@ -410,7 +410,7 @@ class CommunicatorMembers:
         return sorted(name for name in names if name is not None)
 
     def _watch_links(self) -> None:
-        """Watch the links that a plan can do without, if the ranks then go on without them."""
+        """Watch the links that a plan can do without, if the ranks replan when one fails."""
         execution = self.now
         if self.repeats and execution is not None and execution.backend.wires:
             wires = execution.backend.wires

@@ -381,7 +381,7 @@ def recover(
     """Recover with the survivors and the joining ranks; each of them must call this.
 
     `without` are ranks to exclude besides the failed ones, `doubted` ranks with a reported failure, `invited` the
-    joining ranks, and `lost` the links that failed; the plan avoids those that any rank names. With `only_changed`,
+    joining ranks, and `lost` the links that failed; the plan avoids the links that any rank names. With `only_changed`,
     returns None on all ranks if neither membership nor links have changed, and on one that cannot recover.
 
     Raises

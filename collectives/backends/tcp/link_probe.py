@@ -82,7 +82,7 @@ class LinkProbes:
         self._trials: dict[str, _Trial] = {}
 
     def unanswered(self, silent: Mapping[str, float]) -> list[str]:
-        """Return the links, of those that are silent now, that do not answer; to be called again and again.
+        """Return the silent links that do not answer; to be called again and again.
 
         `silent` has the seconds that an answer may take, if they are more than `ANSWER_SECONDS`.
         """

@@ -355,10 +355,15 @@ def test_ranks_count_the_bytes_of_both_ends_of_their_links() -> None:
     assert len(found[0]) == 4
 
 
-@pytest.mark.parametrize("on_failure", ["raise", "shrink"])
-def test_ranks_go_on_without_a_link_that_a_failure_names(on_failure: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "on_failure"),
+    [(topoplan.plan, "raise"), (topoplan.plan, "shrink"), (topoplan.plan_survival, "shrink")],
+)
+def test_ranks_go_on_without_a_link_that_a_failure_names(
+    make: Callable[[str], Plan], on_failure: str
+) -> None:
     """Over the cables that are left, one of which the first plan may leave idle; all ranks stay."""
-    plan = topoplan.plan("dgx-spark-x3")
+    plan = make("dgx-spark-x3")
     sums = [np.full(1 << 14, 6.0)] * 2
 
     def body(backend: TcpBackend, rank: int) -> Any:
