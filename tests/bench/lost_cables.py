@@ -3,8 +3,8 @@
 ``python -m tests.bench lost_cables --losses N`` cuts N cables of each machine, one at a time, each in a new
 communicator. A cable goes down (``ip link set``), or drops every frame, in both directions or in one: then its
 interfaces know nothing. The communicators recover by themselves (``on_failure="shrink"``), or raise after the timeout
-and the program calls ``shrink``. Times are from the cut to the end of the first all_reduce on all ranks; the
-quickest is the time of one by the new plan. What is not named right is printed.
+and the program calls ``shrink``. Times are from the cut to the end of the first all_reduce on all ranks, by the new
+plan. Losses that are not named right are printed.
 """
 
 from __future__ import annotations
@@ -42,13 +42,20 @@ from collectives.lab.testbed.network import (
 from topoplan.cli.arguments import OneLineParser
 from topoplan.errors import BackendError, ProbeError
 from topoplan.machine.variants import cables
+from topoplan.plans.plan import Plans
 from topoplan.plans.size_plans import parse_plan_file
 
 MACHINES = ("mac-tb5-ring-x4", "mac-tb5-x4")
 SCALE = 0.001  # 80 Mbit/s for each cable
 NBYTES = 256 << 10
 KINDS = ("down", "silent", "one way")
-WAYS = {"shrink": 30.0, "raise": 2.0}  # on_failure, and the timeout
+WAYS = {
+    "shrink": ("shrink", 30.0, False),
+    "planned ahead": ("shrink", 30.0, True),
+    "raise": ("raise", 2.0, False),
+}
+"""on_failure, the timeout, and whether the plans for every single failure were made before (`plan_survival`)."""
+
 PORT = 29600
 
 
@@ -58,7 +65,7 @@ class Loss:
 
     cable: str
     kind: str
-    on_failure: str
+    way: str
     delay: float
     cut: Mapping[str, Sequence[str]]
     mend: Mapping[str, Sequence[str]]
@@ -85,16 +92,16 @@ def main(words: Sequence[str] = ()) -> None:
         return
     print(f"all_reduce of {NBYTES >> 10} KB, cables at 80 Mbit/s, {losses} losses of each machine and way:")
     print(
-        "  machine          on_failure  timeout  named right  wrong  seconds to the next result: median, most"
+        "  machine          way            timeout  named right  wrong  seconds to the next result: median, most"
     )
     for name in MACHINES:
-        for on_failure, timeout in WAYS.items():
-            records = run_job(job_of(name, on_failure, losses))
-            _print_records(name, on_failure, timeout, records)
+        for way in WAYS:
+            _print_records(name, way, run_job(job_of(name, way, losses)))
 
 
-def job_of(name: str, on_failure: str, losses: int) -> Job:
-    plan = topoplan.plan(name)
+def job_of(name: str, way: str, losses: int) -> Job:
+    book = topoplan.plan_survival(name)
+    plan = book.whole
     known = crossed_links(plan)
     flows = {**known, **cable_flows(plan, known)}
     network = lay_out_network(flows, plan.topology.links, SCALE)
@@ -109,10 +116,10 @@ def job_of(name: str, on_failure: str, losses: int) -> Job:
         kind = KINDS[number // len(names) % len(KINDS)]
         namespaces = [network.namespace(end) for end in cable.ends]
         cut, mend = _commands(kind, cable, namespaces, commands)
-        chosen.append(Loss(wire, kind, on_failure, float(random.uniform(0, 0.1)), cut, mend))
+        chosen.append(Loss(wire, kind, way, float(random.uniform(0, 0.1)), cut, mend))
     wires = wires_file(network, flows)["wires"]
     assert isinstance(wires, list)
-    return Job(commands, ranks, plan.to_json(), wires, tuple(chosen))
+    return Job(commands, ranks, (book if WAYS[way][2] else plan).to_json(), wires, tuple(chosen))
 
 
 def _commands(
@@ -153,9 +160,7 @@ def run_job(job: Job) -> list[dict[str, object]]:
     return records
 
 
-def _print_records(
-    name: str, on_failure: str, timeout: float, records: Sequence[Mapping[str, object]]
-) -> None:
+def _print_records(name: str, way: str, records: Sequence[Mapping[str, object]]) -> None:
     right, wrong, seconds = 0, 0, []
     losses = sorted({int(str(one["loss"])) for one in records})
     for number in losses:
@@ -171,7 +176,7 @@ def _print_records(
                 f"{one['error']}"
             )
     print(
-        f"  {name:16} {on_failure:10} {timeout:7g} s  {right:3} of {len(losses):3}  {wrong:5}  "
+        f"  {name:16} {way:13} {WAYS[way][1]:7g} s  {right:3} of {len(losses):3}  {wrong:5}  "
         f"{statistics.median(seconds):.3f}, {max(seconds):.3f}",
         flush=True,
     )
@@ -196,24 +201,22 @@ def run_rank(rank: int) -> None:
     """Lose each cable of the job, as one rank."""
     warnings.filterwarnings("ignore", message="the rendezvous")
     given = json.loads((sandbox.JOB_FOLDER / "job.json").read_text(encoding="utf-8"))
-    plan = parse_plan_file(given["plan"])
-    assert isinstance(plan, topoplan.Plan), "one plan, not plans by size"
+    plans = parse_plan_file(given["plan"])
     for number, fields in enumerate(given["losses"]):
-        record = _lose(rank, len(given["ranks"]), number, Loss(**fields), plan, given["wires"])
+        record = _lose(rank, len(given["ranks"]), number, Loss(**fields), plans, given["wires"])
         sys.stdout.write(json.dumps(record) + "\n")
         sys.stdout.flush()
 
 
-def _lose(
-    rank: int, size: int, number: int, loss: Loss, plan: topoplan.Plan, wires: list[Any]
-) -> dict[str, object]:
+def _lose(rank: int, size: int, number: int, loss: Loss, plans: Plans, wires: list[Any]) -> dict[str, object]:
     """Cut a cable beside all_reduces, and return the first result after it."""
+    on_failure, timeout, _ = WAYS[loss.way]
     backend = TcpBackend(
         rank,
         size,
         rendezvous=f"{management_address(0)}:{PORT + number}",
         wires=wires_of(wires),
-        timeout=WAYS[loss.on_failure],
+        timeout=timeout,
         meeting_timeout=60.0,
     )
     mine = np.arange(NBYTES // 4, dtype=np.float32) % 97 * (rank + 1)
@@ -226,7 +229,7 @@ def _lose(
         sandbox.cut_links(loss.cut)
 
     timer = threading.Timer(loss.delay, cut_cable)
-    with Communicator(plan, backend, chunk_bytes=32 << 10, on_failure=loss.on_failure) as comm:
+    with Communicator(plans, backend, chunk_bytes=32 << 10, on_failure=on_failure) as comm:
         for _ in range(2):
             comm.all_reduce(mine)
         if rank == 0:
