@@ -411,7 +411,7 @@ class TcpBackend(OneRank):
 
     def _link_counts(self) -> tuple[LinkCount, ...]:
         """Return the bytes of all links of this rank."""
-        totals = {link: (*moved, False) for link, moved in self._dropped.items()}
+        totals = {link: (*moved, False) for link, moved in list(self._dropped.items())}
         for state in list(self._collectives.values()):
             for link, (data, back, left) in state.counts().items():
                 before = totals.get(link, (0, 0, False))
@@ -427,21 +427,19 @@ class TcpBackend(OneRank):
 
     def watch(self, cables: Mapping[Queue, str]) -> None:
         self._cables = cables
-        self._probes = LinkProbes(self._cable_ends) if cables else None
-
-    def _cable_ends(self, cable: str) -> LinkEnds:
-        """Return the addresses of a link from this rank over a cable."""
-        return self._network.ends_of(self._links_out()[cable])
-
-    def _links_out(self) -> dict[str, Queue]:
-        """Return the first link from this rank over each cable."""
-        out = sorted((link for link in self._cables if link[0] == self.rank), reverse=True)
-        return {self._cables[link]: link for link in out}
+        self._probed: dict[str, tuple[Queue, LinkEnds]] = {}
+        for link in sorted(link for link in cables if link[0] == self.rank):
+            # other ranks may lack wires that no plan has used yet
+            with contextlib.suppress(ConnectionError):
+                self._probed.setdefault(cables[link], (link, self._network.ends_of(link)))
+        self._probes = LinkProbes(lambda cable: self._probed[cable][1]) if self._probed else None
 
     def _report_lost(self, probes: LinkProbes, silent: Sequence[Queue]) -> None:
         """Report cables of silent links that do not answer, again and again: the other end may only be paused."""
-        out, asked = self._links_out(), dict[str, float]()
-        for cable in {self._cables[link] for link in silent if self._cables.get(link) in out}:
+        asked: dict[str, float] = {}
+        for cable in sorted(
+            {self._cables[link] for link in silent if link in self._cables} & self._probed.keys()
+        ):
             came = self._network.arrivals([link for link in self._cables if self._cables[link] == cable])
             if all(one.since > SILENT_SECONDS for one in came):
                 asked[cable] = max((one.answer for one in came), default=0.0)
@@ -449,7 +447,7 @@ class TcpBackend(OneRank):
         now = time.monotonic()
         if lost and now - self._lost_at > REPORT_SECONDS:
             self._lost_at = now
-            self._world.report_lost([out[cable] for cable in lost])
+            self._world.report_lost([self._probed[cable][0] for cable in lost])
 
     def trace(self, steps: list[TraceEvent] | None) -> None:
         self._steps = steps
