@@ -83,11 +83,18 @@ class BackendError(TopoplanError):
     """A running collective failed.
 
     ``rank`` noticed, ``peer`` is the rank that it waited for or refused, ``step`` that of the transfer table; None if
-    unknown.
+    unknown. ``links`` are the links that carry nothing, each with source rank, destination rank and channel; empty if
+    the failure is not one of links.
     """
 
     def __init__(
-        self, message: str, *, rank: int | None = None, peer: int | None = None, step: int | None = None
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        peer: int | None = None,
+        step: int | None = None,
+        links: tuple[tuple[int, int, str], ...] = (),
     ) -> None:
         where = ", ".join(
             f"{label} {value}"
@@ -98,6 +105,7 @@ class BackendError(TopoplanError):
         self.rank = rank
         self.peer = peer
         self.step = step
+        self.links = links
 
 
 class RefusedError(BackendError, UsageError):

@@ -269,6 +269,19 @@ class Backend(ABC, Generic[Array]):
         """Return the planned share of each link on a machine that has the links of the plan's, perhaps slower."""
         raise self._lacks("counters of links")
 
+    @property
+    def wires(self) -> Mapping[tuple[int, int, str], tuple[str, ...]]:
+        """Return the links with addresses of their own, each with its devices; these are empty if it is the only one
+        between its ranks.
+        """
+        return {}
+
+    def watch(self, cables: Mapping[tuple[int, int, str], str]) -> None:
+        """Report a cable that does not answer at once, not after the timeout, since the ranks can do without it.
+
+        `cables` has the name of the cable of each link to watch.
+        """
+
     def follow(self) -> Signature | None:
         """Wait for the next agreement that concerns this helper rank, and return it; None after the ranks' shutdown.
 

@@ -137,7 +137,7 @@ def check_helpers(plans: Plans, backend: str | Backend[Any]) -> None:
         if plan.helpers and not (record and record.helpers):
             raise UsageError(
                 f"{plan.helpers[0]} is a helper rank in this plan, and the {name} back end has none; use loopback, "
-                "shared, mpi or tcp, or leave the helpers out of the machine"
+                "loopback-gpu, shared, mpi or tcp, or leave the helpers out of the machine"
             )
         if plan.helpers and processes is not None:
             needed = len(plan.vertices) - len(plan.ranks)
@@ -257,7 +257,7 @@ class BackendRecord:
 
 BACKENDS = {
     "loopback": BackendRecord(_loopback, in_process=True, paced=True, helpers=True),
-    "loopback-gpu": BackendRecord(_loopback_gpu, needs=CUPY, in_process=True),
+    "loopback-gpu": BackendRecord(_loopback_gpu, needs=CUPY, in_process=True, helpers=True),
     "mpi": BackendRecord(
         _mpi,
         _join_mpi,

@@ -165,10 +165,14 @@ class _Rings:
 
 
 def places_of(table: TransferTable, moves: Moves, memory: Sequence[RankArrays[Any]], itemsize: int) -> Places:
-    """Return the places of all moves of a table; only `rank`, `given` and `block` of the memory are read."""
-    number = np.full(table.ranks, -1, dtype=np.int64)
-    given = np.array([(0, 1, 0)] * table.ranks, dtype=np.int64)
-    block = np.zeros((table.ranks, 2), dtype=np.int64)
+    """Return the places of all moves of a table; only `rank`, `given` and `block` of the memory are read.
+
+    Helper ranks have empty memory, and work in scratch.
+    """
+    vertices = table.ranks + table.helpers
+    number = np.full(vertices, -1, dtype=np.int64)
+    given = np.array([(0, 1, 0)] * vertices, dtype=np.int64)
+    block = np.zeros((vertices, 2), dtype=np.int64)
     for i, one in enumerate(memory):
         number[one.rank] = i
         given[one.rank] = one.given[0], *(one.given[2:] or (1, 0))
@@ -200,7 +204,7 @@ def slot_bytes(elements: Numbers, itemsize: int) -> Numbers:
 
 
 def _rings(table: TransferTable, moves: Moves, number: Numbers, block: Numbers, itemsize: int) -> _Rings:
-    shards = len(table.bounds) - 1
+    shards, vertices = len(table.bounds) - 1, table.ranks + table.helpers
     longest = np.zeros(shards, dtype=np.int64)
     np.maximum.at(longest, moves.shard, moves.stop - moves.start)
     slot = slot_bytes(longest, itemsize)
@@ -208,8 +212,8 @@ def _rings(table: TransferTable, moves: Moves, number: Numbers, block: Numbers, 
     # A slot is first written at the lowest level, and last used at the highest; the transfers of the next step
     # may run beside the joins of that one.
     never = np.iinfo(np.int64).max
-    first = np.full((table.ranks, shards), never)
-    last = np.full((table.ranks, shards), -1, dtype=np.int64)
+    first = np.full((vertices, shards), never)
+    last = np.full((vertices, shards), -1, dtype=np.int64)
     outside = (number[moves.destination] >= 0) & ~_is_result(moves, block, moves.destination)
     np.minimum.at(first, (moves.destination[outside], moves.shard[outside]), moves.level[outside])
     np.maximum.at(last, (moves.destination, moves.shard), moves.level)
@@ -219,7 +223,7 @@ def _rings(table: TransferTable, moves: Moves, number: Numbers, block: Numbers, 
     groups = int(moves.group.max(initial=0)) + 1
     depth = np.where(used, np.minimum(last - np.where(used, first, 0) + 2, groups), 1)
     sizes = np.where(used, depth * slot, 0).reshape(-1)
-    base = (np.cumsum(sizes) - sizes).reshape(table.ranks, shards)
+    base = (np.cumsum(sizes) - sizes).reshape(vertices, shards)
     return _Rings(base, depth, slot, int(sizes.sum()))
 
 

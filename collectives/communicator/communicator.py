@@ -134,6 +134,9 @@ class Communicator(DenseCollectives, SparseCollectives):
         if fewer ranks do not support theirs. The cost is a further barrier in each collective, memory for one result,
         with ``out`` a copy of it, and for sparse ones a copy of the residual: a result is handed over when all ranks
         have theirs, so that inputs stay intact, also in place, and no rank keeps a result that another cannot get.
+        With ``tcp`` and a wires file, a cable that fails is left out too, and all ranks stay. It is given up as soon as
+        the system at its other end does not answer, if the other cables join the ranks; with "raise" it has the timeout
+        to come back.
     on_slow : str
         Whether to monitor links and ranks for slowness, in dense collectives of 1 MB and more: "ignore"; "report", in
         `slow_links` and `notes`; or "replan", which also moves traffic away from slow links if the model gains more
@@ -452,7 +455,8 @@ class Communicator(DenseCollectives, SparseCollectives):
         one, and the last of `notes` describes the new plan, also if it needs other channels. They agree on the
         membership, even if further ranks fail meanwhile; excluded are ranks that any survivor names (``without``, as
         numbered now), whose process has ended, or that are silent for the timeout (for a second after a reported
-        failure). The lowest survivor plans, and all verify. Sums have the bits of a new communicator with the new
+        failure). After an error that names lost links (`BackendError.links`) the plan avoids them, and all ranks may
+        stay. The lowest survivor plans, and all verify. Sums have the bits of a new communicator with the new
         `plan`. Residuals of sparse collectives stay. Collectives that run in the background end first. Communicators
         made by `split` do not change.
 

@@ -8,7 +8,9 @@ that a process has ended and find the stalled rank.
 Every rank sends a `Signature` before the first byte of a collective moves, or a refusal if its arguments are wrong.
 All ranks get all signatures before any raises, so all raise the same error and can run the next collective. Failure
 attribution follows the chain of waiting ranks to one that does not answer, is not in the collective, or still moves;
-in the last case the network is slow.
+in the last case the network is slow. Ranks that wait in a circle are sound. Then the counts of both ends of each link
+decide: a link is cut if one end has sent bytes that the other has not received. A rank that waits for data which was
+never sent is not suspected.
 """
 
 from __future__ import annotations
@@ -25,10 +27,26 @@ from operator import attrgetter
 
 from topoplan.errors import BackendError, RefusedError
 
+Link = tuple[int, int, str]
+"""Source rank, destination rank and channel of a connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCount:
+    """The bytes of a link that one of its ends has handed to the system, or got from it, since the link was opened.
+
+    `data` are those from source to destination. `credits` are the acknowledgements of the other way; None at a source
+    that reads no more of them.
+    """
+
+    link: Link
+    data: int
+    credits: int | None
+
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The rank that a rank waits for.
+    """The rank that a rank waits for, and the counts of its links.
 
     `peer` is None while the rank is in no collective; `step` is a row of the transfer table. `idle` is in seconds
     since the rank last sent or received data, infinite before a collective begins.
@@ -37,16 +55,49 @@ class Waiting:
     peer: int | None
     step: int | None
     idle: float
+    counts: tuple[LinkCount, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class FailureAttribution:
-    """A failed rank (`peer`), the rank that waits for it, the row of the transfer table, and a sentence."""
+    """A failed rank (`peer`), the rank that waits for it, the row of the transfer table, and a sentence.
+
+    `links` are the links that are cut, sorted; empty if the rank itself has failed. Then `rank` is the end of the first
+    of them that lacks bytes, and `peer` the one that has sent them.
+    """
 
     rank: int
     peer: int
     step: int | None
     message: str
+    links: tuple[Link, ...] = ()
+
+
+def cut_links(answers: Mapping[int, Waiting], timeout: float) -> list[tuple[Link, int, int, int]]:
+    """Return the links on which bytes are missing, each with sender, receiver and missing bytes; sorted.
+
+    Both ends must have answered, and the receiver must have waited for half of `timeout` seconds, as the sender, unless
+    it has left the collective: bytes that are still under way are not missing.
+
+    >>> sent, received = LinkCount((0, 1, "network"), 80, 0), LinkCount((0, 1, "network"), 50, 0)
+    >>> cut_links({0: Waiting(1, 7, 9.0, (sent,)), 1: Waiting(0, 7, 9.0, (received,))}, 9.0)
+    [((0, 1, 'network'), 0, 1, 30)]
+    """
+    ends = {(rank, one.link): one for rank, wait in answers.items() for one in wait.counts}
+    found = []
+    for (rank, link), source in ends.items():
+        destination = ends.get((link[1], link))
+        if rank != link[0] or destination is None:
+            continue
+        data = source.data - destination.data
+        back = 0 if source.credits is None else (destination.credits or 0) - source.credits
+        if data > 0 or back > 0:
+            sender, receiver = link[:2] if data > 0 else link[1::-1]
+            one, other = answers[sender], answers[receiver]
+            still = one.peer is None or one.idle >= timeout / 2
+            if still and other.peer is not None and other.idle >= timeout / 2:
+                found.append((link, sender, receiver, max(data, back)))
+    return sorted(found)
 
 
 def attribute_failure(
@@ -54,7 +105,8 @@ def attribute_failure(
 ) -> FailureAttribution | None:
     """Follow the chain of waiting ranks from one that reports a stall; None if it should continue to wait.
 
-    `answers` are those of the reporter and of all ranks that answer; `timeout` is in seconds.
+    `answers` are those of the reporter and of all ranks that answer; `timeout` is in seconds. If the chain ends in a
+    circle, or at a rank that has left the collective, links on which bytes are missing (`cut_links`) have failed.
 
     Examples
     --------
@@ -80,7 +132,7 @@ def attribute_failure(
                 rank, peer, wait.step, f"{start}, which does not answer: it is stopped, or cut off"
             )
         if answers[peer].peer is None:
-            return FailureAttribution(
+            return _cut_attribution(answers, timeout) or FailureAttribution(
                 rank, peer, wait.step, f"{start}, which has not called this collective or has left it"
             )
         if answers[peer].idle < timeout / 2:
@@ -88,7 +140,7 @@ def attribute_failure(
         if peer in seen:
             first = answers[reporter]
             assert first.peer is not None
-            return FailureAttribution(
+            return _cut_attribution(answers, timeout) or FailureAttribution(
                 reporter,
                 first.peer,
                 first.step,
@@ -96,6 +148,24 @@ def attribute_failure(
             )
         seen.add(peer)
         rank = peer
+
+
+def _cut_attribution(answers: Mapping[int, Waiting], timeout: float) -> FailureAttribution | None:
+    """Return the attribution to the links on which bytes are missing; None without such links."""
+    cut = cut_links(answers, timeout)
+    if not cut:
+        return None
+    _, sender, receiver, missing = cut[0]
+    wait = answers[receiver]
+    others = f", and {len(cut) - 1} more links" if len(cut) > 1 else ""
+    return FailureAttribution(
+        receiver,
+        sender,
+        wait.step if wait.peer == sender else None,
+        f"waited {timeout:g} s for {missing} bytes that rank {sender} has sent to rank {receiver}; both answer: the "
+        f"link is cut{others}",
+        tuple(link for link, *_ in cut),
+    )
 
 
 LENGTH = 512  # bytes of a packed signature

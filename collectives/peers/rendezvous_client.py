@@ -207,10 +207,17 @@ class RendezvousClient:
                 "rank": self.rank,
                 "peer": None,
                 "step": None,
+                "links": [],
             }
             self._lock.notify_all()
 
 
 def told(wait: Waiting) -> Message:
     """Return the fields of a message that says what a rank waits for."""
-    return {"peer": wait.peer, "step": wait.step, "idle": None if isinf(wait.idle) else wait.idle}
+    counts = [[*one.link, one.data, one.credits] for one in wait.counts]
+    return {
+        "peer": wait.peer,
+        "step": wait.step,
+        "idle": None if isinf(wait.idle) else wait.idle,
+        "counts": counts,
+    }

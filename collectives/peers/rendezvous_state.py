@@ -8,6 +8,9 @@ and are dropped.
 Ranks may also agree elsewhere (`collectives.backends.tcp.collective_state`). Then only ranks that wait long report
 here, with the number of the barrier that they wait in, so that no rank counts as waiting for a barrier that is over.
 
+A rank whose link does not answer reports it (`lost`). The link has failed if the rank at its other end still answers
+here: else that rank, or its machine, is stopped, and the ranks wait on.
+
 Helper ranks are numbered behind the ranks. Each asks which collective to follow, and gets the signature of the next
 one whose trees pass helpers, once all ranks have agreed on it and all helpers have asked.
 """
@@ -22,9 +25,9 @@ from typing import Any
 
 from collectives.peers.address import process_namespace
 from collectives.peers.connections import Message
-from collectives.peers.control_plane import Waiting, attribute_failure
+from collectives.peers.control_plane import Link, LinkCount, Waiting, attribute_failure
 
-FORMAT = "topoplan.tcp/3"
+FORMAT = "topoplan.tcp/4"
 
 ANSWER_SECONDS = 1.0  # time in which a rank that is not stopped answers what it waits for
 LOOK_SECONDS = 0.05  # interval of the checks whether silent ranks are stopped
@@ -56,6 +59,7 @@ class RendezvousState:
         self._stalled: list[int] = []
         self._stall_timeout = self._answers_by = 0.0
         self._answers: dict[int, Waiting] = {}
+        self._lost: tuple[int, list[Link]] | None = None  # a rank, and its links that do not answer
 
     @property
     def complete(self) -> bool:
@@ -106,14 +110,20 @@ class RendezvousState:
             return self._answer() or self._release()
         if kind == "failed":
             return self.fail(
-                str(message["message"]), rank=message["rank"], peer=message["peer"], step=message["step"]
+                str(message["message"]),
+                rank=message["rank"],
+                peer=message["peer"],
+                step=message["step"],
+                links=message.get("links", []),
             )
-        if kind == "stall":
+        if kind in ("stall", "lost"):
             return self._inquire(rank, message, now)
-        if kind == "pong" and self._stalled:
+        if kind == "pong" and self._asking:
             self._answers[rank] = _waiting(message)
-            if len(self._answers) == self.size - len(self.gone):
-                return self._attribute()
+            found = self._attribute_to_links()
+            if found or len(self._answers) < self.size - len(self.gone):
+                return found
+            return self._attribute()
         return []
 
     def lost(self, rank: int) -> list[Post]:
@@ -135,7 +145,7 @@ class RendezvousState:
             self.deadline = None
         if self.deadline is None or now < self.deadline:
             return []
-        if self._stalled:
+        if self._asking:
             silent = [
                 rank for rank in range(self.size) if rank not in self._answers and rank not in self.gone
             ]
@@ -178,11 +188,11 @@ class RendezvousState:
         order = sorted(self.hellos, key=lambda rank: (rank == self.host, rank))
         return [(rank, message) for rank in order if rank not in self.gone]
 
-    def fail(self, reason: str, **where: int | None) -> list[Post]:
+    def fail(self, reason: str, **where: object) -> list[Post]:
         """Tell all ranks why the job has failed, unless they know; returns the messages."""
         if self.verdict is not None:
             return []
-        whereabouts = {"rank": None, "peer": None, "step": None, **where}
+        whereabouts = {"rank": None, "peer": None, "step": None, "links": [], **where}
         self.verdict = {"type": "failed", "message": reason, **whereabouts}
         return self._everyone(self.verdict)
 
@@ -262,34 +272,67 @@ class RendezvousState:
         ranks = self._ranks
         return [post for post in self._everyone(message) if post[0] in ranks]
 
+    @property
+    def _asking(self) -> bool:
+        """Whether all ranks have been asked what they wait for."""
+        return bool(self._stalled) or self._lost is not None
+
     def _inquire(self, rank: int, message: Message, now: float) -> list[Post]:
-        """Handle a rank that has waited too long: ask the others what they wait for."""
-        answer = _waiting(message)
-        self._stalled.append(rank)
-        if len(self._stalled) > 1:
+        """Handle a rank that has waited too long, or whose links do not answer: ask the others what they wait for."""
+        answer, asking = _waiting(message), self._asking
+        if message["type"] == "stall":
+            self._stalled.append(rank)
+            self._stall_timeout = float(message["timeout"])
+        elif asking:
+            return []  # answers may be older than this report, which the rank repeats
+        else:
+            self._lost = rank, _links(message)
+        if asking:
             return []
-        self._stall_timeout = float(message["timeout"])
         self._answers = {rank: answer}
         self._answers_by = now + ANSWER_SECONDS
         self.deadline = now + LOOK_SECONDS
         return [post for post in self._everyone({"type": "ping"}) if post[0] != rank]
 
+    def _attribute_to_links(self) -> list[Post]:
+        """Fail with the lost links whose other ends have answered; nothing without such links."""
+        if self._lost is None:
+            return []
+        rank, links = self._lost
+        cut = sorted(link for link in links if self._answers.keys() >= {link[0], link[1]})
+        if not cut:
+            return []
+        peer = cut[0][0] if cut[0][0] != rank else cut[0][1]
+        others = f", nor do {len(cut) - 1} more links" if len(cut) > 1 else ""
+        return self.fail(
+            f"rank {peer} answers the rendezvous, but its end of the link from rank {cut[0][0]} to rank {cut[0][1]} "
+            f"does not answer: the link is cut{others}",
+            rank=rank,
+            peer=peer,
+            links=[list(link) for link in cut],
+        )
+
     def _attribute(self) -> list[Post]:
-        reporters, self._stalled, self.deadline = self._stalled, [], None
+        reporters, self._stalled, self._lost, self.deadline = self._stalled, [], None, None
+        if not reporters:
+            return []
         reporter = reporters[0]
         keep_waiting: list[Post] = [(rank, {"type": "keep waiting"}) for rank in reporters]
         absent = [rank for rank in range(self.size) if rank not in {*self._round, *self._following}]
         missing = sorted(absent, key=lambda rank: (rank in self._answers, rank))
         answers = {
-            rank: Waiting(missing[0], None, float("inf")) if rank in self._round and missing else answer
+            rank: Waiting(missing[0], None, float("inf"), answer.counts)
+            if rank in self._round and missing
+            else answer
             for rank, answer in self._answers.items()
         }
-        if answers[reporter].peer is None:
+        if reporter not in answers or answers[reporter].peer is None:
             return keep_waiting
         found = attribute_failure(reporter, answers, self._stall_timeout)
         if found is None:
             return keep_waiting
-        return self.fail(found.message, rank=found.rank, peer=found.peer, step=found.step)
+        links = [list(link) for link in found.links]
+        return self.fail(found.message, rank=found.rank, peer=found.peer, step=found.step, links=links)
 
 
 _PLACE = {"rank": int | None, "peer": int | None, "step": int | None}
@@ -303,6 +346,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "failed": {"message": str, **_PLACE},
     "stall": {"timeout": int | float, **_WAIT},
     "pong": _WAIT,
+    "lost": {"links": list, **_WAIT},
 }
 """Fields of the messages of a rank."""
 
@@ -315,6 +359,7 @@ def check_fields(message: Message) -> None:
     for name, kind in (*fields.items(), *((one, int) for one in ("met", "meeting") if one in message)):
         if not isinstance(message.get(name, message), kind):
             raise ValueError(f"a message of type {message['type']!r} without {name}")
+    _links(message)
 
 
 def is_hello(message: Message) -> bool:
@@ -332,8 +377,30 @@ def is_hello(message: Message) -> bool:
 
 def _waiting(message: Message) -> Waiting:
     """Return what the sender of a message waits for; its idle time is None before a collective begins."""
-    idle = message["idle"]
-    return Waiting(message["peer"], message["step"], float("inf") if idle is None else float(idle))
+    idle, counts = message["idle"], message.get("counts", [])
+    if not isinstance(counts, list):
+        raise ValueError("counts that are not a list")
+    return Waiting(
+        message["peer"],
+        message["step"],
+        float("inf") if idle is None else float(idle),
+        tuple(
+            LinkCount(link, int(data), None if back is None else int(back))
+            for *ends, data, back in counts
+            for link in _links({"links": [ends]})
+        ),
+    )
+
+
+def _links(message: Message) -> list[Link]:
+    """Return the links in a message; ValueError for other values."""
+    links = message.get("links", [])
+    if not isinstance(links, list):
+        raise ValueError("links that are not a list")
+    for link in links:
+        if not isinstance(link, list) or [type(one) for one in link] != [int, int, str]:
+            raise ValueError("a link without source, destination and channel")
+    return [(source, destination, channel) for source, destination, channel in links]
 
 
 def _listed(ranks: list[int]) -> str:

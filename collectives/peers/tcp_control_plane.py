@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from errno import EADDRINUSE
 
 from collectives.peers.address import RETRY_SECONDS, Address, listening_process, parse_address
@@ -25,7 +25,10 @@ from collectives.peers.agreement import Gather, gather_or_raise
 from collectives.peers.connections import Message
 from collectives.peers.control_plane import (
     ControlPlane,
+    Link,
+    LinkCount,
     Signature,
+    Waiting,
     disagreement,
     plain_message,
     waits_for_no_peer,
@@ -74,7 +77,8 @@ class TcpControlPlane(ControlPlane):
     this machine from which it reaches the rendezvous; `welcome` has the announcements of all ranks. `changed` guards
     the state and is notified of every change, on a reentrant lock. `look` is called repeatedly while ranks are
     missing, and raises if one of them will not come. The back end sets `step`, the row at which this rank stops
-    because of another, or None, and `met`, the number of barriers that this rank has passed without the rendezvous.
+    because of another, or None; `met`, the number of barriers that this rank has passed without the rendezvous; and
+    `link_counts`, the bytes of its links, which decide about a stall in a circle.
 
     Raises
     ------
@@ -111,6 +115,7 @@ class TcpControlPlane(ControlPlane):
         self.changed = changed or threading.Condition()
         self.step: Callable[[int | None], int | None] = lambda peer: self.waiting().step
         self.met = 0
+        self.link_counts: Callable[[], tuple[LinkCount, ...]] = tuple
         self._found: BackendError | None = None
         self._own: Message | None = None  # a failure that this rank has noticed and not reported yet
         self._process = os.getpid()
@@ -201,12 +206,20 @@ class TcpControlPlane(ControlPlane):
                     continue
             pause()
 
-    def report(self, message: str, *, peer: int, step: int | None) -> None:
+    def report(self, message: str, *, peer: int, step: int | None, links: tuple[Link, ...] = ()) -> None:
         """Note a failure; the thread that waits reports it to the others. Thread-safe."""
         with self.changed:
             if self._own is None:
-                self._own = _failure(BackendError(message, rank=self.rank, peer=peer, step=step))
+                error = BackendError(message, rank=self.rank, peer=peer, step=step, links=links)
+                self._own = _failure(error)
                 self.changed.notify_all()
+
+    def report_lost(self, links: Sequence[Link]) -> None:
+        """Report links that do not answer; does not wait.
+
+        The job fails if the ranks at their other ends answer the rendezvous. To be repeated while it is true.
+        """
+        self.control.say({"type": "lost", "links": links, "met": self.met, **told(self._wait_state())})
 
     def trouble(self) -> BackendError | None:
         with self.changed:
@@ -317,7 +330,11 @@ class TcpControlPlane(ControlPlane):
                 self._undo.pop()()
                 time.sleep(RETRY_SECONDS)
         self.welcome = welcome
-        self.control.waiting = lambda: self.waiting()
+        self.control.waiting = self._wait_state
+
+    def _wait_state(self) -> Waiting:
+        """Return what this rank waits for, with the counts of its links."""
+        return replace(self.waiting(), counts=self.link_counts())
 
     def _ask(self, message: Message, timeout: float) -> Message:
         """Send a request of all ranks and return the answer; RefusedError if signatures differ, else as `wait`."""
@@ -374,7 +391,7 @@ class TcpControlPlane(ControlPlane):
 
     def _ask_for_stalled_rank(self, timeout: float) -> None:
         """Raise the failure that the rendezvous finds; return if it asks this rank to keep waiting."""
-        wait = self.waiting()
+        wait = self._wait_state()
         if self.control.alone:
             raise BackendError(f"waited {timeout:g} s", rank=self.rank, peer=wait.peer, step=wait.step)
         control = self.control
@@ -403,7 +420,10 @@ class TcpControlPlane(ControlPlane):
         peer = verdict["peer"]
         rank = self.rank if verdict["rank"] is None else verdict["rank"]
         step = self.step(peer) if verdict["step"] is None else verdict["step"]
-        return BackendError(str(verdict["message"]), rank=rank, peer=peer, step=step)
+        links = tuple(
+            (source, destination, channel) for source, destination, channel in verdict.get("links", [])
+        )
+        return BackendError(str(verdict["message"]), rank=rank, peer=peer, step=step, links=links)
 
     def _silent_rendezvous(self, reason: str, peer: int | None) -> BackendError:
         """Return the error for a silent rendezvous; if a rank hosts it, that rank holds up all others."""
@@ -454,5 +474,5 @@ def _agreement(signature: Signature) -> Message:
 
 
 def _failure(error: BackendError) -> Message:
-    where = {"rank": error.rank, "peer": error.peer, "step": error.step}
+    where = {"rank": error.rank, "peer": error.peer, "step": error.step, "links": error.links}
     return {"type": "failed", "message": plain_message(error), **where}

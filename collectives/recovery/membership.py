@@ -35,13 +35,15 @@ from collectives.recovery.survivors import (
     RecoveryState,
     checked_ranks,
     describe_replan,
+    link_name,
     recover,
     recover_in_process,
+    replaceable_links,
 )
 from collectives.sparse.exchange_choice import SparseExplanation, SparseRequest
 from collectives.sparse.sparse_collective import SparseCollective
 from collectives.tables.lowering import lower
-from topoplan.errors import BackendError, PlanError, RefusedError, UsageError
+from topoplan.errors import BackendError, InfeasibleError, PlanError, RefusedError, UsageError
 from topoplan.plans.plan import Plans
 
 Result = TypeVar("Result")
@@ -263,7 +265,10 @@ class CommunicatorMembers:
         if not self._one_rank and not named:
             raise UsageError("all ranks are in this process and none has failed; name the ranks to leave out")
         doubted = self._suspected(execution.failure or execution.backend.failure)
-        recovered = recover(self._state(RecoveryProgress(self._handed_over)), named, doubted=doubted)
+        lost = self._lost_links(execution.failure)
+        recovered = recover(
+            self._state(RecoveryProgress(self._handed_over)), named, doubted=doubted, lost=lost
+        )
         assert recovered is not None, "only_changed is False"
         self._take(recovered)
 
@@ -383,7 +388,11 @@ class CommunicatorMembers:
 
     def _without_failed(self, error: BackendError, progress: RecoveryProgress) -> bool:
         """Recover from a failed collective; return whether its results count, and raise the error if no rank failed."""
-        recovered = recover(self._state(progress), doubted=self._suspected(error), only_changed=True)
+        doubted, lost = self._suspected(error), self._lost_links(error)
+        try:
+            recovered = recover(self._state(progress), doubted=doubted, lost=lost, only_changed=True)
+        except InfeasibleError as impossible:
+            raise (error if lost else impossible) from impossible
         if recovered is None:
             raise error
         self._take(recovered)
@@ -392,6 +401,20 @@ class CommunicatorMembers:
     def _suspected(self, error: BackendError | None) -> list[int]:
         """Return the rank whose failure an error reports, unless it is of this process."""
         return [] if error is None or error.peer is None or error.peer in self.ranks else [error.peer]
+
+    def _lost_links(self, error: BackendError | None) -> list[str]:
+        """Return the links of the plan's machine that carry nothing, by an error."""
+        plan, wires = self.plans.plans[-1], self.execution.backend.wires
+        links = () if error is None else error.links
+        names = {link_name(plan, link, wires.get(link, ())) for link in links if link in wires}
+        return sorted(name for name in names if name is not None)
+
+    def _watch_links(self) -> None:
+        """Watch the links that a plan can do without, if the ranks replan when one fails."""
+        execution = self.now
+        if self.repeats and execution is not None and execution.backend.wires:
+            wires = execution.backend.wires
+            execution.backend.watch(replaceable_links(self.plans.plans[-1], wires))
 
     def _state(self, progress: RecoveryProgress | None = None) -> RecoveryState:
         """Return the state of this process for a recovery."""
@@ -404,6 +427,7 @@ class CommunicatorMembers:
     def _take(self, recovered: RecoveryResult) -> None:
         """Switch to the result of a recovery."""
         before, seats, backend = self.plans, self.membership.seats, self.backend
+        links = self.membership.change.without_links
         chunks = ChunkSizes(recovered.backend.name, fixed=self._settings.chunk_bytes)
         self._switch_to(
             Execution(PlanStore(recovered.plans), recovered.backend, chunks),
@@ -412,7 +436,8 @@ class CommunicatorMembers:
         )
         self.epoch = recovered.epoch
         failed, joined = _failed_ranks(seats, self.membership.seats), self._joined_since(seats)
-        changes = [str(PlanChange.of(failed))] if failed else []
+        lost = set(self.membership.change.without_links).difference(links)
+        changes = [str(PlanChange.of(failed, without_links=lost))] if failed or lost else []
         if joined:
             changes.append(f"with rank {', '.join(map(str, joined))} again")
         about = (
@@ -431,12 +456,14 @@ class CommunicatorMembers:
         self._survivors = backend.survivors
         self.plans, self.ranks, self.backend = plans, backend.ranks, backend.name
         self._engine = backend.about_engine
+        self._watch_links()
         self._restart_monitor()
 
     def _adopt(self, made: Plans, membership: Membership) -> None:
         """Switch to another plan for the same ranks."""
         self.execution.exchange_plans(PlanStore(made))
         self.plans, self._present = made, (self._present[0], membership)  # another thread may have closed it
+        self._watch_links()
         self._renew_sparse(range(len(self.ranks)))
 
     def _restart_monitor(self) -> None:

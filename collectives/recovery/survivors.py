@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from operator import index
 from typing import Any
 
@@ -115,6 +116,10 @@ class Membership:
             ),
         )
 
+    def without(self, links: Iterable[str]) -> Membership:
+        """Return the membership without these links (`PlanChange.without_links`) either."""
+        return replace(self, change=self.change.then(PlanChange.of(without_links=list(links))))
+
     def with_slow(self, links: Mapping[str, float]) -> Membership:
         """Return the membership with these directed links (``gpu0->gpu3``) at these speeds.
 
@@ -195,6 +200,75 @@ def replan_for_change(given: Plans, change: PlanChange) -> Plans:
         # the channels of that plan do not join the remaining ranks
         made = plan_by_size if isinstance(given, SizePlans) else plan
         return made(machine, collective, root=root)
+
+
+def link_name(plan: Plan, queue: tuple[int, int, str], route: Sequence[str] = ()) -> str | None:
+    """Return the wire that a connection between two ranks of a plan depends on, as `find_links` takes it.
+
+    It is the only cable between servers on its route, or the only link of the route; None if there are several.
+    Without a route it is the only cable between the servers of the ranks, or the link between their GPUs.
+
+    >>> import topoplan
+    >>> macs = topoplan.plan(topoplan.load("mac-tb5-x4"))
+    >>> link_name(macs, (3, 1, "network"))
+    's1-s3'
+    >>> link_name(macs, (0, 1, "network"), ("s0.gpu0", "s0.tb0", "s1.tb0", "s1.gpu0"))
+    's0-s1'
+    >>> link_name(topoplan.plan(topoplan.load("dgx-1v"), gpus=[0, 1]), (1, 0, "nvlink"))
+    'gpu1-gpu0'
+    """
+    machine = plan.topology
+    ends = plan.vertices[queue[0]], plan.vertices[queue[1]]
+    servers = {machine.device(end).server for end in ends}
+    pairs = set(pairwise(route))
+    found = [
+        name
+        for name, cable in cables(machine).items()
+        if (pairs & cable if route else {machine.device(end).server for end in next(iter(cable))} == servers)
+    ]
+    if found:
+        return found[0] if len(found) == 1 else None
+    if not route and any((link.src, link.dst) == ends for link in machine.links):
+        pairs = {ends}
+    return "-".join(*pairs) if len(pairs) == 1 else None
+
+
+def replaceable_links(
+    plan: Plan, wires: Mapping[tuple[int, int, str], Sequence[str]]
+) -> dict[tuple[int, int, str], str]:
+    """Return the name of each connection's link (`link_name`), of the links without which the others join all ranks.
+
+    `wires` has the route of each connection, empty for the only one between its ranks.
+
+    >>> import topoplan
+    >>> ring = topoplan.plan(topoplan.load("mac-tb5-ring-x4"))
+    >>> wires = {(a, b, "network"): () for a in range(4) for b in range(4) if (a - b) % 4 in (1, 3)}
+    >>> len(replaceable_links(ring, wires)), replaceable_links(ring, wires)[2, 1, "network"]
+    (8, 's1-s2')
+    >>> del wires[0, 3, "network"], wires[3, 0, "network"]
+    >>> replaceable_links(ring, wires)
+    {}
+    """
+    names = {queue: link_name(plan, queue, route) for queue, route in sorted(wires.items())}
+    spare = {
+        name
+        for name in set(names.values())
+        if _joins(len(plan.ranks), [q for q in names if names[q] != name])
+    }
+    return {queue: name for queue, name in names.items() if name is not None and name in spare}
+
+
+def _joins(ranks: int, queues: Sequence[tuple[int, int, str]]) -> bool:
+    """Return whether connections lead from rank 0 to every rank, and from every rank to rank 0."""
+    forth = [(source, destination) for source, destination, _ in queues]
+    for edges in (forth, [(end, start) for start, end in forth]):
+        reached, before = {0}, 0
+        while len(reached) > before:
+            before = len(reached)
+            reached |= {end for start, end in edges if start in reached}
+        if not reached.issuperset(range(ranks)):
+            return False
+    return True
 
 
 def describe_replan(before: Plans, after: Plans, change: PlanChange | str) -> str:
@@ -301,13 +375,14 @@ def recover(
     *,
     doubted: Collection[int] = (),
     invited: Collection[JoinRequest] = (),
+    lost: Collection[str] = (),
     only_changed: bool = False,
 ) -> RecoveryResult | None:
     """Recover with the survivors and the joining ranks; each of them must call this.
 
-    `without` are ranks to exclude besides the failed ones, `doubted` ranks with a reported failure, and `invited` the
-    joining ranks. With `only_changed`, returns None on all ranks if the membership has not changed, and on one that
-    cannot recover.
+    `without` are ranks to exclude besides the failed ones, `doubted` ranks with a reported failure, `invited` the
+    joining ranks, and `lost` the links that failed; the plan avoids the links that any rank names. With `only_changed`,
+    returns None on all ranks if neither membership nor links have changed, and on one that cannot recover.
 
     Raises
     ------
@@ -336,7 +411,7 @@ def recover(
         survivors.agree(without, timeout=timeout, doubted=doubted, invited=invited)
         without, doubted, invited = [], [], ()
         try:
-            return _rebuild(survivors, state, timeout=timeout, only_changed=only_changed)
+            return _rebuild(survivors, state, timeout=timeout, lost=lost, only_changed=only_changed)
         except TopoplanError as error:  # another rank has failed meanwhile, or a joining rank does not fit
             again = isinstance(error, BackendError) or not before.issuperset(survivors.members)
             if attempt == attempts - 1 or backend.survivors is None or not again:
@@ -403,12 +478,14 @@ def _rebuild(
     *,
     timeout: float,
     received: list[_JoinMessage] | None = None,
+    lost: Collection[str] = (),
     only_changed: bool = False,
 ) -> RecoveryResult | None:
-    """Plan for the current members, and open a back end for them.
+    """Plan for the current members and links, and open a back end for them.
 
-    `state` is None on a joining rank, which gets the message of the others in `received`. With `only_changed`, returns
-    None if the membership has not changed and no rank needs another back end.
+    `state` is None on a joining rank, which gets the message of the others in `received`. `lost` are the failed links
+    that this rank knows. With `only_changed`, returns None if neither membership nor links have changed, and no rank
+    needs another back end.
     """
 
     def gather(text: str) -> list[str]:
@@ -417,8 +494,8 @@ def _rebuild(
     rank, size = survivors.members.index(survivors.rank), len(survivors.members)
     known = None if state is None else _JoinMessage(state.membership, state.terms)
     own = "" if state is None else f"{state.membership.change.digest} {state.plans.digest}"
-    reports = [json.loads(text) for text in gather(json.dumps([own, only_changed]))]
-    has = [one for one, _ in reports]
+    reports = [json.loads(text) for text in gather(json.dumps([own, only_changed, sorted(lost)]))]
+    has = [one for one, _, _ in reports]
     if len(set(has)) > 1:  # a rank joins, or knew of an agreement that others did not
         sender = next(place for place, one in enumerate(has) if one)
         mine = known.text(whole="" in has) if known and rank == sender else ""
@@ -426,9 +503,9 @@ def _rebuild(
         if received is not None:
             received[:] = [known]
     assert known is not None, "a joining rank has received it"
-    membership = known.membership.at(survivors.seats)
+    membership = known.membership.at(survivors.seats).without(name for *_, names in reports for name in names)
     if state is not None and set(has) == {f"{membership.change.digest} {state.plans.digest}"}:
-        if all(unchanged for _, unchanged in reports):
+        if all(unchanged for _, unchanged, _ in reports):
             survivors.state.unchanged()
             return None
         plans = state.plans

@@ -253,7 +253,7 @@ def spoil(change: Callable[[bytes], bytes]) -> Callable[[Target], None]:
 
 def wrong_hello(**fields: Any) -> bytes:
     """The hello of a rank with other fields, as text."""
-    usual = {"type": "hello", "format": "topoplan.tcp/3", "rank": 1, "size": 2, "pid": 1, "process": "x"}
+    usual = {"type": "hello", "format": "topoplan.tcp/4", "rank": 1, "size": 2, "pid": 1, "process": "x"}
     return json.dumps(
         {**usual, "flight_bytes": 1, "ports": {}, "general": None, "timeout": 9, **fields}
     ).encode()

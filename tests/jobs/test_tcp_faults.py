@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +15,13 @@ import pytest
 import topoplan
 from collectives import Communicator, lower
 from collectives.backends.backend import Call, RankArrays
+from collectives.backends.tcp.connections import wires_of
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.peers.control_plane import Signature
+from collectives.peers.rendezvous import Rendezvous
 from tests.faults.tcp import FEW, RANKS, Round, faults_of, one_round
 from tests.support.hand_plans import chain, forest_plan, plan_of, stage
-from tests.support.tcp_jobs import backends_in_threads
+from tests.support.tcp_jobs import backends_in_threads, in_processes, ring_wires
 from topoplan.errors import BackendError, UsageError
 from topoplan.plans.shards import Shard
 
@@ -62,6 +67,37 @@ def test_a_link_slower_than_the_timeout_is_no_failure_while_bytes_arrive_anywher
     took = backends_in_threads(4, body, timeout=timeout, pace=2e-3)
     assert not any(isinstance(one, BaseException) for one in took), took
     assert took[3] > 4 * timeout
+
+
+def all_reduce_beside_a_stop(rank: int, meeting: str, wires: list[Any]) -> tuple[int, bool, int]:
+    """The ranks' epoch, whether cables are watched, and wrong elements, when rank 2 stands still for a second."""
+    plan = topoplan.plan("dgx-spark-x3")
+    backend = TcpBackend(rank, 3, rendezvous=meeting, wires=wires_of(wires), timeout=20.0)
+    with Communicator(plan, backend, chunk_bytes=1 << 16, on_failure="shrink") as comm:
+        ones = np.ones(1 << 22, np.float32)
+        pids = [int(text) for text in comm._gather_texts(str(os.getpid()))]
+        comm.all_reduce(ones)
+
+        def stop() -> None:
+            os.kill(pids[2], signal.SIGSTOP)
+            time.sleep(1.0)
+            os.kill(pids[2], signal.SIGCONT)
+
+        stopping = threading.Thread(target=stop)
+        if rank == 0:
+            stopping.start()
+        wrong = 0
+        while not comm._gather_texts("over" if rank == 0 and not stopping.is_alive() else "").count("over"):
+            wrong += int(np.count_nonzero(comm.all_reduce(ones) != 3))
+        return comm.epoch, backend._probes is not None, wrong
+
+
+@pytest.mark.thorough
+def test_a_stopped_rank_has_lost_no_cable() -> None:
+    """Its system answers for it, although its windows are closed and nothing moves for longer than a lost cable has."""
+    with Rendezvous("127.0.0.1:0", 3) as meeting:
+        found = in_processes(3, all_reduce_beside_a_stop, meeting.address, ring_wires(3))
+    assert found == [(0, True, 0)] * 3
 
 
 def test_a_rank_that_cannot_even_begin_tells_the_others_why() -> None:

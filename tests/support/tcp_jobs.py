@@ -47,6 +47,17 @@ def seal(array: Array | None) -> str | None:
     return None if array is None else f"{array.dtype} {array.shape} {sha256(array.tobytes()).hexdigest()}"
 
 
+def ring_wires(ranks: int) -> list[dict[str, object]]:
+    """Wires of cables in a ring, each with an address at both ends."""
+    pairs = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
+    ends = {pair: (f"127.0.{1 + pair[0]}.1", f"127.0.{1 + pair[0]}.2") for pair in pairs}
+    ends |= {pair[::-1]: both[::-1] for pair, both in ends.items()}
+    return [
+        {"source": pair[0], "destination": pair[1], "channel": "network", "from": both[0], "to": both[1]}
+        for pair, both in ends.items()
+    ]
+
+
 def backends_in_threads(
     size: int,
     body: Callable[[TcpBackend, int], Any],

@@ -4,6 +4,8 @@ Rows of one step touch different memory, except siblings that are joined at one 
 their order; results therefore have the bits of the loopback on numpy arrays. From the second run of a table on its
 launches are replayed as a CUDA graph for any arrays: the addresses are a table that is sent ahead.
 
+Helper ranks, such as the relays of `topoplan.with_relays`, have buffers in scratch alone.
+
 Data moves along the plan's edges within one memory. This checks plans, kernels and tables, and measures the cost of
 the joins; it does not measure links.
 """
@@ -12,13 +14,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from collectives.backends.backend import AllRanks, Backend, Call, RankArrays
+from collectives.backends.loopback.loopback_backend import with_helpers
 from collectives.backends.stepped_program import chunks_together, moves_of, places_of
 from collectives.tables.cupy_arrays import CupyArrays
 from collectives.tables.kernels.kernel_launch import Chunks, DeviceWork, KernelWork, work_of
@@ -71,6 +74,7 @@ class LoopbackGpu(AllRanks[Any]):
         if not len(call.table):
             return
         with self.arrays.here() as stream:
+            call = replace(call, memory=tuple(with_helpers(call)))
             program = self._program(call)
             addresses = [array.data.ptr for one in call.memory for array in (one.source, one.result)]
             scratch = 0 if program.scratch is None else program.scratch.data.ptr
@@ -100,7 +104,7 @@ class LoopbackGpu(AllRanks[Any]):
         if layout not in self._programs:
             work, scratch = program_of(call.table, call.memory, call.itemsize, step_bytes=self._step_bytes)
             self._programs[layout] = _GpuProgram(
-                self.arrays.kernels.upload(work, 2 * self.size + 1),
+                self.arrays.kernels.upload(work, 2 * len(call.memory) + 1),
                 self._cupy.empty(scratch, dtype=np.uint8) if scratch else None,
                 {},
                 {},

@@ -16,6 +16,7 @@ joining was acknowledged. So it is sent, arrives and is joined.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -40,6 +41,9 @@ CALLS = 1 << 32
 """Collectives are counted modulo this."""
 
 CACHE_LINE = 64
+
+UNREACHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
+"""Errors of a connection whose packets do not arrive: the network's, not those of the process at the other end."""
 
 LEFT, TOUCHED = (machine.word_of(machine.EXCHANGE, name) for name in ("left", "touched"))
 ROUND, GOT, GIVEN, SOURCE = (
@@ -188,6 +192,7 @@ class TcpCollective:
         self._frame = np.zeros(1, machine.EXCHANGE)
         self._words = self._frame.view(np.int64)
         self._times = np.zeros((0, 2), dtype=np.int64)
+        self._counts = np.zeros((len(program.links), 2), dtype=np.int64)
         self.end()
 
     def reset(self) -> None:
@@ -254,6 +259,7 @@ class TcpCollective:
                     self._frame,
                     self._polled,
                     self._times,
+                    self._counts,
                 )
             )
             if self.status != machine.BY_PYTHON:
@@ -279,24 +285,45 @@ class TcpCollective:
         """Return the time of the last progress, on the steady clock."""
         return float(self._words[TOUCHED]) / 1e9
 
-    def trouble(self) -> tuple[int, str]:
-        """Return the peer with which a call failed, and how."""
+    def counts(self) -> dict[Queue, tuple[int, int, bool]]:
+        """Return for each link the bytes of chunks that this end has moved in all calls, those of credits, and whether
+        the present call has begun and has chunks for it yet.
+        """
+        left = ((self._link_rows["left"] > 0) & (self._link_rows["descriptor"] >= 0)).tolist()
+        rows = zip(self.program.links, self._counts.tolist(), left, strict=True)
+        return {link: (data, back, more) for link, (data, back), more in rows}
+
+    def silent(self, seconds: float, *, began: int) -> list[Queue]:
+        """Return the open links that have chunks to move yet, and have moved nothing for so many seconds.
+
+        `began` is when all ranks had come, in nanoseconds of the steady clock.
+        """
+        rows = self._link_rows
+        since = np.maximum(rows["touched"], began) + round(seconds * 1e9)
+        silent = (rows["descriptor"] >= 0) & (rows["left"] > 0) & (since < time.monotonic_ns())
+        return [self.program.links[place] for place in np.flatnonzero(silent).tolist()]
+
+    def trouble(self) -> tuple[int, str, tuple[Queue, ...]]:
+        """Return the peer with which a call failed, how, and the link if the network ended its connection."""
         place = int(self._frame["trouble"][0])
         link = self.program.links[place]
         leaves = link[0] == self.program.rank
         peer = link[1] if leaves else link[0]
         if self.status == machine.STRANGE:
             call, number, chunk, nbytes = self._link_rows["header"][place]
-            return peer, (
+            return (
+                peer,
                 f"rank {peer} sent chunk {chunk} of stream {number} of collective {call} with {nbytes} bytes, "
-                "which is not expected now"
+                "which is not expected now",
+                (),
             )
         if self.status == machine.PEER_ENDED:
-            return peer, f"rank {peer} closed its connection"
-        error = os.strerror(int(self._frame["errno"][0]))
+            return peer, f"rank {peer} closed its connection", ()
+        number = int(self._frame["errno"][0])
+        lost = (link,) if number in UNREACHED else ()
         if leaves:
-            return peer, f"cannot send to rank {peer}: {error}"
-        return peer, f"the connection from rank {peer} broke: {error}"
+            return peer, f"cannot send to rank {peer}: {os.strerror(number)}", lost
+        return peer, f"the connection from rank {peer} broke: {os.strerror(number)}", lost
 
     def waiting(self) -> Waiting:
         """Return what this rank waits for: the first chunk that has not come, else the first that has not left."""

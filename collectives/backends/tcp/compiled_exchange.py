@@ -115,6 +115,7 @@ LINK = np.dtype(
         "buffer",  # in which it arrives, -1 for its own place
         "back",  # bytes of a credit that have come
         "came_at",  # when the chunk began to come
+        "touched",  # time of the last progress, 0 before the first
         ("header", 4),  # call, stream, chunk, bytes
         ("credit", 3),  # call, stream, chunks joined
     )
@@ -267,6 +268,7 @@ def exchange(
     frame: Records,
     polled: NDArray[np.int16],
     times: Numbers,
+    counts: Numbers,
 ) -> Word:
     """Continue to send and receive the chunks of one rank.
 
@@ -278,11 +280,12 @@ def exchange(
     - `free`: the free buffers; the last one returned is taken first, for the cache.
     - `polled`: (L + 1, 4), the wakeup and each link that has more to move (see `barrier`).
     - `times`: (C, 2), for each arriving chunk when it began to arrive and when it was complete; or empty.
+    - `counts`: (L, 2), bytes of chunks that this end of each link has sent or received, and of credits.
     """
     state = frame[0]
     began = now = _now(frame)
     idle = False
-    if state.kept_chunks > 0 and not _join_kept(streams, befores, links, progress, kept, free, frame):
+    if state.kept_chunks > 0 and not _join_kept(streams, befores, links, progress, kept, free, frame, counts):
         return BY_PYTHON
     while state.left > 0:
         moved = False
@@ -290,13 +293,16 @@ def exchange(
             if links[link].descriptor < 0 or links[link].left == 0:
                 continue
             if links[link].leaves:
-                status = _send_chunk(streams, links, progress, frame, link, now, idle)
+                status = _send_chunk(streams, links, progress, frame, counts, link, now, idle)
             else:
-                status = _receive_chunk(streams, befores, links, progress, kept, free, frame, times, link)
+                status = _receive_chunk(
+                    streams, befores, links, progress, kept, free, frame, times, counts, link
+                )
             if status == ENDED:
                 moved = True
+                links[link].touched = now
                 if state.kept_chunks > 0 and not _join_kept(
-                    streams, befores, links, progress, kept, free, frame
+                    streams, befores, links, progress, kept, free, frame, counts
                 ):
                     return BY_PYTHON
             elif status != WAITING:
@@ -318,7 +324,14 @@ def exchange(
 
 @compiled
 def _send_chunk(
-    streams: Records, links: Records, progress: Records, frame: Records, link: Word, now: Word, idle: bool
+    streams: Records,
+    links: Records,
+    progress: Records,
+    frame: Records,
+    counts: Numbers,
+    link: Word,
+    now: Word,
+    idle: bool,
 ) -> Word:
     """Send some of a link's next chunk: ``ENDED`` if anything moved, else as `exchange`."""
     state = frame[0]
@@ -328,7 +341,7 @@ def _send_chunk(
         stream = _next(streams, links, progress, frame, link)
         if state.shut or (stream < 0 and idle):
             # this also detects a peer that has ended, so it runs before every sleep
-            status = _take_credits(streams, links, progress, frame, link)
+            status = _take_credits(streams, links, progress, frame, counts, link)
             if status not in (ENDED, WAITING):
                 return status
             if status == ENDED:
@@ -357,6 +370,7 @@ def _send_chunk(
     if done < 0:
         return WAITING if _would_wait(frame) else BROKEN
     links[link].moved += done
+    counts[link, 0] += done
     if moved + done == HEADER_BYTES + length:
         links[link].stream = -1
         links[link].left -= 1
@@ -388,7 +402,9 @@ def _next(streams: Records, links: Records, progress: Records, frame: Records, l
 
 
 @compiled
-def _take_credits(streams: Records, links: Records, progress: Records, frame: Records, link: Word) -> Word:
+def _take_credits(
+    streams: Records, links: Records, progress: Records, frame: Records, counts: Numbers, link: Word
+) -> Word:
     """Read how many of this rank's chunks have been joined: ``ENDED`` if a credit came, else as `exchange`."""
     state = frame[0]
     address = links.ctypes.data + link * LINK_BYTES + CREDIT_AT
@@ -401,6 +417,7 @@ def _take_credits(streams: Records, links: Records, progress: Records, frame: Re
         if done < 0:
             return came if _would_wait(frame) else BROKEN
         came = ENDED
+        counts[link, 1] += done
         links[link].back = (back + done) % CREDIT_BYTES
         # a late credit is of an earlier call
         if links[link].back == 0 and links[link].credit[0] == state.call:
@@ -419,6 +436,7 @@ def _receive_chunk(
     free: Numbers,
     frame: Records,
     times: Numbers,
+    counts: Numbers,
     link: Word,
 ) -> Word:
     """Receive some of a link's data: ``ENDED`` if anything moved, else as `exchange`."""
@@ -434,6 +452,7 @@ def _receive_chunk(
         if done < 0:
             return WAITING if _would_wait(frame) else BROKEN
         moved += done
+        counts[link, 0] += done
         links[link].moved = moved
         if moved < HEADER_BYTES:
             return ENDED
@@ -449,6 +468,7 @@ def _receive_chunk(
     if came < 0:
         return status if _would_wait(frame) else BROKEN
     links[link].moved += came
+    counts[link, 0] += came
     if done + came == length:
         if len(times) > 0:
             number = streams[stream].first_chunk + progress[stream].come
@@ -458,7 +478,7 @@ def _receive_chunk(
         links[link].left -= 1
         if buffer < 0:
             progress[stream].come += 1
-            _count(streams, links, progress, frame, stream)
+            _count(streams, links, progress, frame, counts, stream)
         else:
             kept[streams[stream].kept + progress[stream].come % streams[stream].keeps] = buffer
             progress[stream].come += 1
@@ -522,6 +542,7 @@ def _join_kept(
     kept: Numbers,
     free: Numbers,
     frame: Records,
+    counts: Numbers,
 ) -> bool:
     """Join what has arrived and may be joined; False if the next join is for Python."""
     state = frame[0]
@@ -543,7 +564,7 @@ def _join_kept(
             free[state.free] = buffer
             state.free += 1
             state.kept_chunks -= 1
-            _count(streams, links, progress, frame, stream)
+            _count(streams, links, progress, frame, counts, stream)
             found = True
         first = 0
     return True
@@ -572,7 +593,9 @@ def _join(streams: Records, frame: Records, stream: Word, chunk: Word, buffer: W
 
 
 @compiled
-def _count(streams: Records, links: Records, progress: Records, frame: Records, stream: Word) -> None:
+def _count(
+    streams: Records, links: Records, progress: Records, frame: Records, counts: Numbers, stream: Word
+) -> None:
     """Count a joined chunk of a stream, and send its source a credit often enough that its window need not close."""
     state = frame[0]
     progress[stream].done += 1
@@ -586,12 +609,13 @@ def _count(streams: Records, links: Records, progress: Records, frame: Records, 
     # it never blocks: a source has at most a window under way, and reads when it must wait
     links[link].credit[0], links[link].credit[1] = state.call, streams[stream].number
     links[link].credit[2] = done
-    _send(
+    sent = _send(
         links[link].descriptor,
         links.ctypes.data + link * LINK_BYTES + CREDIT_AT,
         CREDIT_BYTES,
         SEND_FLAGS,
     )
+    counts[link, 1] += max(sent, 0)
 
 
 @compiled
@@ -673,4 +697,4 @@ def compile_ahead() -> None:
     barrier_frame, frame, none = np.zeros(1, BARRIER), np.zeros(1, EXCHANGE), np.zeros(0, dtype=np.int64)
     with compiled_by_one(exchange):
         barrier(pairs, barrier_frame, polled)
-        exchange(streams, befores, links, progress, none, none, frame, polled, pairs)
+        exchange(streams, befores, links, progress, none, none, frame, polled, pairs, pairs)

@@ -32,13 +32,14 @@ import termios
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from collectives.backends.backend import LinkShare, LinkUse
+from collectives.backends.tcp.link_probe import LinkEnds
 from collectives.peers.connections import Connection, Endpoint, Listener, Message
 from collectives.tables.transfer_table import EdgeStream, TransferTable
 from topoplan.errors import TopologyError, UsageError
@@ -334,6 +335,42 @@ def link_use(connection: socket.socket) -> LinkUse | None:
     return LinkUse(nbytes, (busy - held) / 1e6)
 
 
+class LinkLostError(ConnectionError):
+    """No packet comes back from the other end of a link; the text is a message for the caller."""
+
+
+_SINCE, _ROUND_TRIP = struct.Struct("@II"), struct.Struct("@II")
+_SINCE_AT, _ROUND_TRIP_AT = 52, 68
+"""There too: last_data_recv and last_ack_recv, in milliseconds; rtt and rttvar, in microseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """The packets of a connection: seconds since the last one came, and the longest time for an answer to come.
+
+    The latter is that after which TCP sends a packet again, without its minimum: `answer` covers queues on the way.
+    """
+
+    since: float
+    answer: float
+
+
+def arrivals(connection: socket.socket) -> Arrivals | None:
+    """Return what the system knows of the packets of a connection; None if it says nothing, as `link_use`.
+
+    >>> with socket.socket() as connection:
+    ...     (arrivals(connection) is not None) == (sys.platform == "linux")
+    True
+    """
+    if sys.platform != "linux" or connection.family == socket.AF_UNIX:
+        return None
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    if len(info) < _INFO_BYTES:
+        return None
+    mean, deviation = _ROUND_TRIP.unpack_from(info, _ROUND_TRIP_AT)
+    return Arrivals(min(_SINCE.unpack_from(info, _SINCE_AT)) / 1e3, (mean + 4 * deviation) / 1e6)
+
+
 BARRIER = "meeting"
 """The channel of the barrier's connections."""
 
@@ -393,15 +430,26 @@ class TcpConnections:
         """Open links from now on; `peers` holds the addresses and the cards of the other ranks."""
         self._peers = peers
 
-    def open(self, queue: Queue, timeout: float) -> None:
-        """Open a link from this rank, if it is not open yet; raise ConnectionError with a message for the caller."""
+    def open(self, queue: Queue, timeout: float, *, answers_within: float | None = None) -> None:
+        """Open a link from this rank, if it is not open yet; raise ConnectionError with a message for the caller.
+
+        The rank at the other end has `timeout` seconds, and its system `answers_within`, by default as many; after
+        these it is a `LinkLostError`.
+        """
         if queue not in self.outgoing:
-            self.outgoing[queue] = self._connect(queue, timeout)
+            self.outgoing[queue] = self._connect(queue, timeout, answers_within)
 
     def descriptor(self, queue: Queue) -> int:
         """Return the descriptor of a link's connection, -1 if it is not open yet."""
         link = self.outgoing.get(queue) or self.incoming.get(queue)
         return -1 if link is None else link.fileno()
+
+    def arrivals(self, queues: Collection[Queue]) -> list[Arrivals]:
+        """Return what the system knows of the packets of those of some links that are open."""
+        with self._lock:
+            kept = {**self.incoming, **self.outgoing}
+        found = [arrivals(kept[queue]) for queue in queues if queue in kept]
+        return [one for one in found if one is not None]
 
     def uses(self) -> dict[Queue, LinkUse]:
         """Return the traffic over each link from this rank so far."""
@@ -467,8 +515,8 @@ class TcpConnections:
                 "in the wires file"
             ) from error
 
-    def _connect(self, queue: Queue, timeout: float) -> socket.socket:
-        """Return an introduced connection to a rank."""
+    def ends_of(self, queue: Queue) -> LinkEnds:
+        """Return the addresses of a link from this rank; raise ConnectionError with a message for the caller."""
         peer = queue[1]
         wire = self._wires.get(queue)
         entry = self._peers[str(peer)]
@@ -479,16 +527,24 @@ class TcpConnections:
             raise ConnectionError(
                 f"rank {peer} does not listen {where}; give all ranks the same wires file, with all links of the plan"
             )
+        return None if wire is None else wire.leaves, (address, port)
+
+    def _connect(self, queue: Queue, timeout: float, answers_within: float | None = None) -> socket.socket:
+        """Return an introduced connection to a rank."""
+        peer = queue[1]
+        leaves, (address, port) = self.ends_of(queue)
+        where = f"rank {peer} at {address}:{port}" + ("" if leaves is None else f" from {leaves}")
         try:
-            made = connect((address, port), leaves=wire.leaves if wire else None, timeout=timeout)
-            return Connection.to(
-                made, entry["links"], self._key, {"type": "link", "link": queue}, timeout=timeout
-            )
+            made = connect((address, port), leaves=leaves, timeout=answers_within or timeout)
+        except ConnectionRefusedError as error:
+            raise ConnectionError(f"cannot reach {where}: {error.strerror}") from error
         except OSError as error:
-            leaves = f" from {wire.leaves}" if wire else ""
-            raise ConnectionError(
-                f"cannot reach rank {peer} at {address}:{port}{leaves}: {error.strerror or error}"
-            ) from error
+            raise LinkLostError(f"cannot reach {where}: {error.strerror or error}") from error
+        card, first = self._peers[str(peer)]["links"], {"type": "link", "link": queue}
+        try:
+            return Connection.to(made, card, self._key, first, timeout=timeout)
+        except OSError as error:
+            raise ConnectionError(f"cannot reach {where}: {error.strerror or error}") from error
 
     def _accept(self, connection: Connection) -> None:
         """Take a connection of a rank: it says which link it is, and the bytes of the link follow."""

@@ -49,6 +49,7 @@ from collectives.backends.tcp.collective_state import (
 from collectives.backends.tcp.compiled_exchange import DIFFERS, ENDED, WAITING, compile_ahead
 from collectives.backends.tcp.connections import (
     LinkAddresses,
+    LinkLostError,
     Queue,
     TcpConnections,
     among,
@@ -61,11 +62,12 @@ from collectives.backends.tcp.connections import (
     set_pace,
     wires_of,
 )
+from collectives.backends.tcp.link_probe import SILENT_SECONDS, LinkEnds, LinkProbes
 from collectives.peers.address import parse_address
 from collectives.peers.agreement import Gather
 from collectives.peers.connections import Message
 from collectives.peers.control_page import ScratchMemory
-from collectives.peers.control_plane import Signature, Waiting
+from collectives.peers.control_plane import LinkCount, Signature, Waiting
 from collectives.peers.environment import read_rank_environment
 from collectives.peers.membership_protocol import MembershipProtocol, can_reach_each_other
 from collectives.peers.peer_watchdog import LOOK
@@ -79,6 +81,10 @@ from topoplan.plans.plan import Plan
 
 KEPT_COLLECTIVES = 64
 """Kinds of collectives whose state is kept."""
+
+REPORT_SECONDS, TRIES = 0.1, 3
+"""Seconds between two reports of a link that does not answer, and for an answer to the opening of a watched link; how
+many of these must fail."""
 
 LATE = 0.02
 """Seconds after which a rank that waits in the barrier notifies the rendezvous."""
@@ -161,6 +167,10 @@ class TcpBackend(OneRank):
         self._rates: dict[str, Mapping[Queue, float]] = {}
         self._scratch = ScratchMemory()
         self._collectives: dict[tuple[object, ...], TcpCollective] = {}
+        self._dropped: dict[Queue, tuple[int, int]] = {}  # bytes in collectives that are not kept any more
+        self._cables: Mapping[Queue, str] = {}
+        self._probes: LinkProbes | None = None  # of the cables that are watched
+        self._lost_at = 0.0  # when lost links were reported last
         self._barrier: DisseminationBarrier | None = None
         self._barrier_opened = False
         """Whether the barrier was opened: it is again after a collective was refused."""
@@ -355,9 +365,11 @@ class TcpBackend(OneRank):
             state.go_on()
             if state.status == WAITING:
                 self._wakeup.clear()
+                if self._probes is not None:
+                    self._report_lost(self._probes, state.silent(SILENT_SECONDS, began=met))
             elif state.status != ENDED:
-                peer, message = state.trouble()
-                world.report(message, peer=peer, step=state.stops_at(peer))
+                peer, message, lost = state.trouble()
+                world.report(message, peer=peer, step=state.stops_at(peer), links=lost)
 
         state.begin(call, traced=self._steps is not None)
         try:
@@ -371,6 +383,8 @@ class TcpBackend(OneRank):
                 )
         finally:
             state.end()
+            if self._probes is not None:
+                self._probes.close()
         self._note_steps(call, began, met, state)
 
     def _collective_of(self, call: Call[Any]) -> TcpCollective:
@@ -380,7 +394,10 @@ class TcpBackend(OneRank):
         state = self._collectives.get(kind)
         if state is None:
             if len(self._collectives) == KEPT_COLLECTIVES:
-                del self._collectives[next(iter(self._collectives))]
+                dropped = self._collectives.pop(next(iter(self._collectives)))
+                for link, (data, back, _) in dropped.counts().items():
+                    before = self._dropped.get(link, (0, 0))
+                    self._dropped[link] = before[0] + data, before[1] + back
 
             def link_of(stream: EdgeStream) -> Queue:
                 return connection_of(stream, call.plan, call.table, self._wires)
@@ -391,6 +408,46 @@ class TcpBackend(OneRank):
             )
         state.reset()
         return state
+
+    def _link_counts(self) -> tuple[LinkCount, ...]:
+        """Return the bytes of all links of this rank."""
+        totals = {link: (*moved, False) for link, moved in list(self._dropped.items())}
+        for state in list(self._collectives.values()):
+            for link, (data, back, left) in state.counts().items():
+                before = totals.get(link, (0, 0, False))
+                totals[link] = before[0] + data, before[1] + back, before[2] or left
+        return tuple(
+            LinkCount(link, data, back if left or link[0] != self.rank else None)
+            for link, (data, back, left) in sorted(totals.items())
+        )
+
+    @property
+    def wires(self) -> Mapping[Queue, tuple[str, ...]]:
+        return {link: wire.route for link, wire in self._wires.items()}
+
+    def watch(self, cables: Mapping[Queue, str]) -> None:
+        self._cables = cables
+        self._probed: dict[str, tuple[Queue, LinkEnds]] = {}
+        for link in sorted(link for link in cables if link[0] == self.rank):
+            # other ranks may lack wires that no plan has used yet
+            with contextlib.suppress(ConnectionError):
+                self._probed.setdefault(cables[link], (link, self._network.ends_of(link)))
+        self._probes = LinkProbes(lambda cable: self._probed[cable][1]) if self._probed else None
+
+    def _report_lost(self, probes: LinkProbes, silent: Sequence[Queue]) -> None:
+        """Report cables of silent links that do not answer, again and again: the other end may only be paused."""
+        asked: dict[str, float] = {}
+        for cable in sorted(
+            {self._cables[link] for link in silent if link in self._cables} & self._probed.keys()
+        ):
+            came = self._network.arrivals([link for link in self._cables if self._cables[link] == cable])
+            if all(one.since > SILENT_SECONDS for one in came):
+                asked[cable] = max((one.answer for one in came), default=0.0)
+        lost = probes.unanswered(asked)
+        now = time.monotonic()
+        if lost and now - self._lost_at > REPORT_SECONDS:
+            self._lost_at = now
+            self._world.report_lost([self._probed[cable][0] for cable in lost])
 
     def trace(self, steps: list[TraceEvent] | None) -> None:
         self._steps = steps
@@ -620,6 +677,7 @@ class TcpBackend(OneRank):
             self._wakeup.close()
             raise
         (self._network,) = made
+        self._world.link_counts = self._link_counts
         welcome = self._world.welcome
         cards = [welcome["peers"][str(peer)].get("survivors") for peer in range(self.size)]
         for one in own:
@@ -640,9 +698,10 @@ class TcpBackend(OneRank):
         network, links = self._network, state.program.leaving
         for link in links:
             try:
-                network.open(link, self._timeout)
+                self._open_link(link)
             except ConnectionError as error:
-                self._world.report(str(error), peer=link[1], step=state.stops_at(link[1]))
+                lost = (link,) if isinstance(error, LinkLostError) else ()
+                self._world.report(str(error), peer=link[1], step=state.stops_at(link[1]), links=lost)
                 return {}
         if self._pace is None:
             return {}
@@ -651,6 +710,23 @@ class TcpBackend(OneRank):
             self._rates[plan] = connection_rates(call.plan, self._wires)
         rates = {link: self._rates[plan][link] * self._pace for link in links}
         return {link: rate for link, rate in rates.items() if not set_pace(network.outgoing[link], rate)}
+
+    def _open_link(self, link: Queue) -> None:
+        """Open a link from this rank; report one that is watched after `TRIES`, and try on until the timeout."""
+        until, tries = time.monotonic() + self._timeout, 0
+        while link in self._cables and (began := time.monotonic()) < until:
+            try:
+                self._network.open(link, self._timeout, answers_within=REPORT_SECONDS)
+                return
+            except LinkLostError:
+                tries += 1
+            if tries >= TRIES:
+                self._world.report_lost([link])
+            time.sleep(max(0.0, began + REPORT_SECONDS - time.monotonic()))
+            failure = self._world.trouble()
+            if failure is not None:
+                raise failure
+        self._network.open(link, self._timeout)
 
     @contextlib.contextmanager
     def _reporting_failures(self) -> Iterator[None]:

@@ -50,7 +50,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
                           trees,ring; of an all_to_all trees,one-hop)
         --runs N          runs of each schedule and size (default: 3)
         --drop A-B=F      after --runs runs of the first schedule and size, slow a link to this part of its rate, such
-                          as gpu0-gpu3=0.1, until the ranks have replanned; may be repeated
+                          as gpu0-gpu3=0.1, or cut it (=0), until the ranks have replanned; may be repeated
         """,
         schedules=_parse_schedules,
         runs={"type": arguments.whole_number(1, 1000, "whole number from 1 to 1000"), "default": "3"},
@@ -151,7 +151,9 @@ def _run_drop(options: argparse.Namespace, plan: Plan, scale: float | None) -> A
         last = dropped.phases[-1]
         end = f"{'replanned' if done else 'not replanned'}, {100 * last.rate / last.optimum:.1f} % of the optimum"
         yield f"# {collective_words(plan)} on {machine_words(plan)}: {_wrong_words(dropped.phases)}, {end}"
-        fallen = ", ".join(f"{wire} to {part:g} of its rate" for wire, part in options.drop)
+        fallen = ", ".join(
+            f"{wire} {f'to {part:g} of its rate' if part else 'is cut'}" for wire, part in options.drop
+        )
         size = format_size(dropped.nbytes)
         yield f"# {plan.schedule}, {size}, bandwidth x {dropped.scale:.4g}; falls: {fallen}"
         columns: tuple[Column[DropPhase], ...] = (
@@ -167,6 +169,8 @@ def _run_drop(options: argparse.Namespace, plan: Plan, scale: float | None) -> A
         yield table_of(columns, dropped.phases)
         if dropped.switch is not None:
             yield f"# the first run by the new plan took {dropped.switch * 1e3:.1f} ms with the replan"
+        if dropped.recovered is not None:
+            yield f"# it ended {dropped.recovered * 1e3:.1f} ms after the cut"
         if not done:
             yield "# no replan: no link was judged slow, or the model gains no more than 10 % by a new plan"
 
@@ -282,7 +286,7 @@ def _parse_drop(text: str) -> tuple[str, float]:
         raise argparse.ArgumentTypeError(
             f"must be a link with the remaining part of its rate, such as gpu0-gpu3=0.1, got {text[:60]!r}"
         )
-    return wire, arguments.number(1e-6, 1, "part of a rate below 1, such as 0.1")(part)
+    return wire, arguments.number(0, 1, "part of a rate below 1, such as 0.1")(part)
 
 
 def _parse_schedules(text: str) -> tuple[str, ...]:

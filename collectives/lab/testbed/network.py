@@ -18,13 +18,15 @@ fail together, and a route does not tell them apart, so one connection is on all
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from ipaddress import IPv4Address
+from itertools import pairwise, permutations
 
 from topoplan.errors import PlanError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Link, Topology
+from topoplan.machine.variants import cables
 from topoplan.plans.loads import edge_links, link_loads
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, Stage
@@ -94,6 +96,52 @@ def _check_forwarding(switches: Iterable[str]) -> None:
             f"{name} copies or adds in the network, and a test bed can only forward; "
             "leave multicast and reduce out of the topology"
         )
+
+
+def cable_flows(plan: Plan, known: Mapping[PlanFlow, Sequence[Link]]) -> dict[PlanFlow, tuple[Link, ...]]:
+    """Return a flow between any two ranks over each cable of their servers that none of the known flows takes.
+
+    A plan for other speeds, or without a cable, may use one that is idle now. Inside the servers the route is the
+    shortest, over devices that are not GPUs.
+
+    >>> import topoplan
+    >>> chain = topoplan.plan(topoplan.without_links("mac-tb5-ring-x4", ["s0-s1"]))
+    >>> ring = replace(chain, topology=topoplan.load("mac-tb5-ring-x4"))
+    >>> [(flow.source, flow.destination) for flow in cable_flows(ring, crossed_links(ring))]
+    [(0, 1), (1, 0)]
+    """
+    machine = plan.topology
+    links = {(one.src, one.dst): one for one in Fabric(machine, plan.channels).links}
+    taken = {(flow.source, flow.destination, link) for flow, crossed in known.items() for link in crossed}
+    found: dict[PlanFlow, tuple[Link, ...]] = {}
+    for ends in sorted(end for cable in cables(machine).values() for end in cable if end in links):
+        for source, destination in permutations(range(len(plan.ranks)), 2):
+            start, stop = plan.ranks[source], plan.ranks[destination]
+            out, back = (
+                _way_inside(machine, links, start, ends[0]),
+                _way_inside(machine, links, ends[1], stop),
+            )
+            if out is not None and back is not None and (source, destination, links[ends]) not in taken:
+                route = (*out, *back)
+                crossed = tuple(links[pair] for pair in pairwise(route))
+                found[PlanFlow(source, destination, links[ends].channel, route)] = crossed
+    return found
+
+
+def _way_inside(
+    machine: Topology, links: Collection[tuple[str, str]], start: str, stop: str
+) -> tuple[str, ...] | None:
+    """Return the shortest way between two devices of a server, over devices that are not GPUs; None without one."""
+    server = machine.device(start).server
+    inside = sorted(pair for pair in links if {machine.device(end).server for end in pair} == {server})
+    ways: dict[str, tuple[str, ...]] = {start: (start,)}
+    ends = [start]
+    for end in ends:
+        for src, dst in inside:
+            if src == end and dst not in ways and (dst == stop or machine.device(dst).kind != "gpu"):
+                ways[dst] = (*ways[end], dst)
+                ends.append(dst)
+    return ways.get(stop)
 
 
 CABLE_ADDRESSES = int(IPv4Address("10.0.0.0"))
@@ -323,6 +371,48 @@ def network_commands(network: ShapedNetwork) -> NetworkCommands:
         {name: tuple(lines) for name, lines in inside.items()},
         {name: tuple(lines) for name, lines in shape.items() if lines},
     )
+
+
+MANAGEMENT_ADDRESSES = int(IPv4Address("10.64.0.0"))
+
+
+def management_address(rank: int) -> str:
+    """Return the address of a rank in the network of `with_management`."""
+    return str(IPv4Address(MANAGEMENT_ADDRESSES + 1 + rank))
+
+
+def with_management(commands: NetworkCommands, ranks: Sequence[str]) -> NetworkCommands:
+    """Return the commands with a network besides the links, over which the ranks in these namespaces find each other.
+
+    It is a bridge, and not shaped: control messages pass when a link is cut.
+    """
+    create = [*commands.create, "link add hub type bridge", "link set hub up"]
+    inside = dict(commands.inside)
+    for rank, namespace in enumerate(ranks):
+        create += [
+            f"link add m{rank} type veth peer name m0 netns {namespace}",
+            f"link set m{rank} master hub up",
+        ]
+        inside[namespace] += (f"address add {management_address(rank)}/16 dev m0", "link set m0 up")
+    return replace(commands, create=tuple(create), inside=inside)
+
+
+def cut_commands(network: ShapedNetwork, links: Collection[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
+    """Return commands for ip in each namespace that take one end of some links down, given by source and destination.
+
+    UsageError if only one direction of a link is to be cut.
+    """
+    lines: dict[str, list[str]] = {}
+    for cable in network.cables:
+        if cable.ends in links or cable.ends[::-1] in links:
+            first, second = cable.ends
+            ways = zip(cable.rates, (cable.ends, cable.ends[::-1]), strict=True)
+            if not all(rate is None or ends in links for rate, ends in ways):
+                raise UsageError(
+                    f"{first}-{second} is cut in both directions or not at all; write {first}-{second}=0"
+                )
+            lines.setdefault(network.namespace(first), []).append(f"link set {cable.interface} down")
+    return {name: tuple(found) for name, found in lines.items()}
 
 
 def reshape_commands(network: ShapedNetwork, rates: Mapping[str, float]) -> dict[str, tuple[str, ...]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,9 +22,9 @@ from numpy.typing import NDArray
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.communicator.communicator import Communicator
 from collectives.lab.benchmark import DIVIDED, METHODS
-from collectives.lab.testbed.sandbox import SandboxJob, ScheduledPlan, shape_links
+from collectives.lab.testbed.sandbox import SandboxJob, ScheduledPlan, cut_links, shape_links
 from collectives.tables.lowering import lower
-from topoplan.errors import TopoplanError
+from topoplan.errors import BackendError, TopoplanError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import parse_plan_file
 
@@ -96,46 +97,50 @@ def _run_schedule(job: SandboxJob, schedule: ScheduledPlan, number: int, *, plac
     backend = TcpBackend(
         rank,
         len(job.ranks),
-        rendezvous=f"unix:{place / f'rendezvous{number}'}",
+        rendezvous=job.meeting or f"unix:{place / f'rendezvous{number}'}",
         wires=str(wires),
         pace=schedule.pace,
         timeout=job.timeout,
     )
     on_slow = "replan" if job.drop else "ignore"
-    with Communicator(plan, backend, chunk_bytes=job.chunk_bytes, on_slow=on_slow) as communicator:
-        _run_once(communicator, backend, plan, min(WARM_UP_BYTES, *job.sizes), job.chunk_bytes)
-        if job.drop:
-            _run_dropping(job, communicator, backend, plan, number)
+    with Communicator(
+        plan, backend, chunk_bytes=job.chunk_bytes, on_failure=job.on_failure, on_slow=on_slow
+    ) as communicator:
+        _run_once(communicator, plan, min(WARM_UP_BYTES, *job.sizes), job.chunk_bytes)
+        if job.drop or job.cut:
+            _run_dropping(job, communicator, plan, number)
             return
         for size, nbytes in enumerate(job.sizes):
             for run in range(job.runs):
-                start, seconds, wrong = _run_once(communicator, backend, plan, nbytes, job.chunk_bytes)
+                start, seconds, wrong = _run_once(communicator, plan, nbytes, job.chunk_bytes)
                 times = {"start": start, "seconds": seconds, "wrong": wrong}
                 _write_record(rank=rank, schedule=number, size=size, run=run, **times)
 
 
-def _run_dropping(
-    job: SandboxJob, communicator: Communicator, backend: TcpBackend, plan: Plan, schedule: int
-) -> None:
-    """Run before links become slower, then until the ranks have replanned, then by the new plan.
+def _run_dropping(job: SandboxJob, communicator: Communicator, plan: Plan, schedule: int) -> None:
+    """Run before links become slower or are cut, then until the ranks have replanned, then by the new plan.
 
-    The three parts are reported as sizes 0, 1 and 2; the ranks replanned before the first run of the last part.
+    The three parts are reported as sizes 0, 1 and 2; the ranks replanned before or in the first run of the last part.
+    Rank 0 cuts links in the middle of a run, and reports when. Runs that ended before count as runs before.
     """
-    rank = communicator.ranks[0]
+    rank, usual = communicator.ranks[0], 0.0
 
-    def run(phase: int, number: int) -> None:
-        start, seconds, wrong = _run_once(communicator, backend, plan, job.sizes[0], job.chunk_bytes)
-        phase += communicator.plan.digest != plan.digest
+    def run(phase: int, number: int) -> float:
+        start, seconds, wrong = _run_once(communicator, plan, job.sizes[0], job.chunk_bytes)
+        phase = phase if communicator.plan.digest == plan.digest else 2
         times = {"start": start, "seconds": seconds, "wrong": wrong}
         _write_record(rank=rank, schedule=schedule, size=phase, run=number, **times)
+        return seconds
 
     for number in range(job.runs):
-        run(0, number)
+        usual = run(0, number)
     if rank == 0:
         shape_links(job.drop)
-    number = 0
-    while not communicator.notes and number < job.most_dropped:
-        run(1, number)
+        if job.cut:
+            threading.Timer(START_DELAY + usual / 2, _cut, [job]).start()
+    number = job.runs
+    while not communicator.notes and number < job.runs + job.most_dropped:
+        run(0 if job.cut else 1, number)
         number += 1
     if communicator.plan.digest != plan.digest:
         for after in range(number, number + job.runs):
@@ -144,10 +149,20 @@ def _run_dropping(
         _write_record(notes=list(communicator.notes))
 
 
+def _cut(job: SandboxJob) -> None:
+    """Cut links, and report when this began."""
+    began = time.monotonic()
+    cut_links(job.cut)
+    _write_record(cut=began)
+
+
 def _run_once(
-    communicator: Communicator, backend: TcpBackend, plan: Plan, nbytes: int, chunk_bytes: int
+    communicator: Communicator, plan: Plan, nbytes: int, chunk_bytes: int
 ) -> tuple[float, float, int]:
-    """Return the agreed start, seconds from there to this rank's end, and wrong elements."""
+    """Return the agreed start, seconds from there to this rank's end, and wrong elements.
+
+    A failure that the communicator raises is recovered by `Communicator.shrink`, and the run is repeated.
+    """
     rank, ranks = communicator.ranks[0], communicator.size
     count = element_count(plan, nbytes)
     each = count // ranks if plan.collective == "allgather" else count
@@ -157,9 +172,16 @@ def _run_once(
     # Lower before the clock starts: tables are cached.
     whole = count * ranks if plan.collective == "alltoall" else count
     lower(plan, whole, chunk_elements=max(1, chunk_bytes // ITEMSIZE))
-    start = backend.largest(time.monotonic()) + START_DELAY
+    said = communicator._gather_texts(repr(time.monotonic()))
+    start = max(map(float, said)) + START_DELAY
     time.sleep(max(0.0, start - time.monotonic()))
-    result = method(mine)
+    try:
+        result = method(mine)
+    except BackendError as error:
+        if not error.links:
+            raise
+        communicator.shrink()
+        result = method(mine)
     seconds = time.monotonic() - start
     return start, seconds, 0 if wanted is None else int(np.count_nonzero(result != wanted))
 

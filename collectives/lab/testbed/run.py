@@ -1,8 +1,9 @@
 """Run plans on a network of shaped links in a sandbox, and compare measured with predicted times.
 
-A link can become slower in the middle (`run_drop`): rank 0 reshapes it, and all ranks continue until they have judged
-it and, after a replan, have run the new plan as often. The result states the optimum of each machine by the model. That
-network has wires for the links between any two GPUs and for those of the optimum, so another plan finds its own.
+A link can become slower in the middle, or be cut (`run_drop`): rank 0 reshapes it or takes it down, and all ranks
+continue until they have judged it and, after a replan, have run the new plan as often. The result states the optimum of
+each machine by the model. That network has wires for the links between any two GPUs, for all cables between servers,
+and for the links of the optimum, so another plan finds its own. If a link is cut the ranks have a network besides.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ from collectives.lab.testbed.heartbeats import Heartbeat, HeartbeatWire, RoundTr
 from collectives.lab.testbed.network import (
     PlanFlow,
     ShapedNetwork,
+    cable_flows,
     crossed_links,
+    cut_commands,
     largest_scale,
     lay_out_network,
+    management_address,
     network_commands,
     reshape_commands,
     slowed_plan,
     wires_file,
+    with_management,
 )
 from collectives.lab.testbed.sandbox import LinkUnderTest, SandboxJob, ScheduledPlan, sandbox_refusal
 from collectives.recovery.link_monitor import (
@@ -274,12 +279,22 @@ class RankTime:
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """Output of a job: bits per second of each link, times of all ranks, heartbeats, and a communicator's notes."""
+    """Output of a job: bits per second of each link, times of all ranks, heartbeats, a communicator's notes, and when
+    links were cut.
+    """
 
     links: tuple[float, ...]
     times: tuple[RankTime, ...]
     beats: tuple[Heartbeat, ...] = ()
     notes: tuple[str, ...] = ()
+    cut: float | None = None
+
+    def since_cut(self, schedule: int, size: int) -> float | None:
+        """Return the seconds from the cut to the last rank's end of the first run; None without."""
+        runs = self._of(schedule, size)
+        first = min((time.run for time in runs), default=None)
+        ends = [time.start + time.seconds for time in runs if time.run == first]
+        return None if self.cut is None or not ends else max(ends) - self.cut
 
     def seconds(self, schedule: int, size: int) -> tuple[float, ...]:
         """Return the seconds of the last rank for each run."""
@@ -311,6 +326,7 @@ def run_job(job: SandboxJob, progress: Callable[[str], None] | None = None) -> J
     times: list[RankTime] = []
     beats: tuple[Heartbeat, ...] = ()
     notes: tuple[str, ...] = ()
+    cut: float | None = None
     failures: list[dict[str, object]] = []
     with tempfile.TemporaryFile("w+", encoding="utf-8") as stderr:
         with sandbox.run_in_sandbox("collectives.lab.testbed.sandbox", stderr) as process:
@@ -329,6 +345,8 @@ def run_job(job: SandboxJob, progress: Callable[[str], None] | None = None) -> J
                     beats = tuple(Heartbeat(*one) for one in record["beats"])
                 elif "notes" in record:
                     notes = tuple(record["notes"])
+                elif "cut" in record:
+                    cut = record["cut"]
                 else:
                     times.append(RankTime(**record))
                     if progress:
@@ -338,12 +356,14 @@ def run_job(job: SandboxJob, progress: Callable[[str], None] | None = None) -> J
         last = [line for line in stderr.read().splitlines() if line.strip()][-1:]
     if status or failures:
         raise _failure_text(failures, last, status)
-    return JobReport(links, tuple(times), beats, notes)
+    return JobReport(links, tuple(times), beats, notes, cut)
 
 
 def _progress(job: SandboxJob, times: list[RankTime]) -> str:
-    if job.drop:
-        return f"run {len(times) // len(job.ranks)}: a link drops after {job.runs}"
+    if job.drop or job.cut:
+        return (
+            f"run {len(times) // len(job.ranks)}: a link {'drops' if job.drop else 'is cut'} after {job.runs}"
+        )
     runs = len(job.schedules) * len(job.sizes) * job.runs
     return f"run {len(times) // len(job.ranks)} of {runs}: {job.schedules[times[-1].schedule].name}"
 
@@ -361,6 +381,8 @@ def _failure_text(
 
 
 BEFORE, DURING, AFTER = PHASES = ("before", "during", "after")
+
+MEETING_PORT = 29600  # of rank 0 in the network besides the links
 
 MAX_RUNS_DURING = JUDGEMENT_CALLS_MOST + CONSECUTIVE_JUDGEMENTS * JUDGEMENT_CALLS
 """Runs on a slow link after which ranks must have judged it; the first judgement is the latest for quick runs."""
@@ -385,10 +407,11 @@ class DropPhase:
 
 @dataclass(frozen=True, slots=True)
 class DropOutcome:
-    """Result of a run with a link that became slower.
+    """Result of a run with a link that became slower, or was cut.
 
     ``scale`` is the rate of a link over its bandwidth. ``phases`` has no "after" without a replan. ``switch`` are the
-    seconds of the first collective by the new plan, with the replan; None without it. ``notes`` are the communicator's.
+    seconds of the first collective by the new plan, with the replan; None without it. ``recovered`` are the seconds
+    from the cut to its end on all ranks, None without a cut. ``notes`` are the communicator's.
     """
 
     nbytes: int
@@ -396,6 +419,7 @@ class DropOutcome:
     phases: tuple[DropPhase, ...]
     switch: float | None
     notes: tuple[str, ...]
+    recovered: float | None = None
 
     def to_object(self) -> dict[str, object]:
         """Return a JSON object."""
@@ -411,37 +435,49 @@ def run_drop(
     runs: int = 3,
     chunk_bytes: int = 128 << 10,
     timeout: float = 30.0,
+    on_failure: str = "shrink",
     progress: Callable[[str], None] | None = None,
 ) -> DropOutcome:
-    """Run a plan, slow some links down, and measure how the ranks recover.
+    """Run a plan, slow some links down or cut them, and measure how the ranks recover.
 
-    ``nbytes`` is 1 MB or more: smaller collectives are not monitored. ``drops`` maps wires, such as ``gpu0-gpu3``, to
-    the remaining part of their rates, below 1. ``runs`` are those before, and after. The other parameters, ProbeError
-    and BackendError are those of `collectives.lab.testbed.run.run_testbed`; UsageError if a wire is unknown or the plan
-    does not use it.
+    ``nbytes`` is 1 MB or more if links become slower: smaller collectives are not monitored. ``drops`` maps wires, such
+    as ``gpu0-gpu3``, to the remaining part of their rates, below 1; 0 cuts a wire in the middle of a run. ``runs`` are
+    those before, and after. ``on_failure`` is that of the communicators: with "raise" they recover from a cut by
+    `Communicator.shrink`. The other parameters, ProbeError and BackendError are those of
+    `collectives.lab.testbed.run.run_testbed`; UsageError if a wire is unknown or the plan does not use it.
     """
-    if nbytes < MIN_MONITORED_BYTES:
+    cut = sorted(
+        {ends for wire, part in drops.items() if not part for ends in find_links(plan.topology, wire)}
+    )
+    slowed = {wire: part for wire, part in drops.items() if part}
+    if slowed and nbytes < MIN_MONITORED_BYTES:
         least = format_size(MIN_MONITORED_BYTES)
         raise UsageError(f"{format_size(nbytes)} is too small to be monitored; give {least} or more")
     check_memory(nbytes, len(plan.ranks), arrays=ARRAYS)
     machine = plan.topology
-    speeds = _wire_speeds(plan, drops)
-    change = PlanChange.of(slow_links=speeds)
+    speeds = _wire_speeds(plan, slowed)
+    change = PlanChange.of(
+        without_links=[wire for wire, part in drops.items() if not part], slow_links=speeds
+    )
     best = replan_for_change(plan, change)
     assert isinstance(best, Plan), "as the plan that was given"
     crossed = crossed_links(plan)
     flows = {**_gpu_pair_flows(plan), **crossed_links(best), **crossed}
-    if not {f"{link.src}->{link.dst}" for links in crossed.values() for link in links} & set(speeds):
+    flows |= cable_flows(plan, flows)
+    used = {f"{link.src}->{link.dst}" for links in crossed.values() for link in links}
+    if not used & {*speeds, *(f"{src}->{dst}" for src, dst in cut)}:
         raise UsageError(f"the plan sends nothing over {', '.join(drops)}; let a link drop that it uses")
     chosen = largest_scale([plan]) if scale is None else scale
     network = lay_out_network(flows, machine.links, chosen)
     refused = sandbox_refusal()
     if refused:
         raise ProbeError(refused)
+    ranks = tuple(network.namespace(device) for device in machine.gpus)
+    commands = network_commands(network)
     job = SandboxJob(
-        commands=network_commands(network),
+        commands=with_management(commands, ranks) if cut else commands,
         links=(),
-        ranks=tuple(network.namespace(device) for device in machine.gpus),
+        ranks=ranks,
         schedules=(ScheduledPlan(plan.schedule, plan.to_json(), json.dumps(wires_file(network, flows))),),
         sizes=(nbytes,),
         runs=runs,
@@ -449,6 +485,9 @@ def run_drop(
         timeout=timeout,
         drop=reshape_commands(network, {wire: speed * chosen * 8e9 for wire, speed in speeds.items()}),
         most_dropped=MAX_RUNS_DURING,
+        cut=cut_commands(network, cut),
+        on_failure=on_failure if cut else "raise",
+        meeting=f"{management_address(0)}:{MEETING_PORT}" if cut else "",
     )
     report = run_job(job, progress)
     slower = changed_topology(plan, change)
@@ -472,7 +511,8 @@ def run_drop(
                 report.wrong(0, place),
             )
         )
-    return DropOutcome(nbytes, chosen, tuple(phases), switch, report.notes)
+    since = report.since_cut(0, PHASES.index(AFTER))
+    return DropOutcome(nbytes, chosen, tuple(phases), switch, report.notes, since)
 
 
 def _wire_speeds(plan: Plan, drops: Mapping[str, float]) -> dict[str, float]:

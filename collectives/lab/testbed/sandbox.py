@@ -150,6 +150,13 @@ def shape_links(shape: Mapping[str, Sequence[str]]) -> None:
             _run_batch(["tc"], lines)
 
 
+def cut_links(cut: Mapping[str, Sequence[str]]) -> None:
+    """Run commands for ip in each namespace; ProbeError if it refuses."""
+    for namespace, lines in cut.items():
+        with in_namespace(namespace):
+            _run_batch(["ip"], lines)
+
+
 def _run_batch(program: Sequence[str], lines: Sequence[str]) -> None:
     done = subprocess.run(
         [*program, "-batch", "-"], input="\n".join(lines) + "\n", capture_output=True, text=True
@@ -271,7 +278,9 @@ class SandboxJob:
     ``links`` are measured before any plan runs. ``ranks`` are the namespaces of the ranks. ``sizes`` are bytes of the
     buffer; ``runs`` are timed runs of each schedule and size; a rank waits ``timeout`` seconds for a step. ``pulses``
     are wires with heartbeats. ``drop`` holds commands for tc in each namespace after ``runs`` runs, empty if no link
-    becomes slower; then ``most_dropped`` are the most runs until the ranks judge a link slow.
+    becomes slower; then ``most_dropped`` are the most runs until the ranks judge a link slow. ``cut`` holds those for
+    ip, in the middle of a run, if a link is lost; the communicators have ``on_failure``. ``meeting`` is the address of
+    rank 0 at which the ranks meet, empty for a path.
     """
 
     commands: NetworkCommands
@@ -285,6 +294,9 @@ class SandboxJob:
     pulses: tuple[HeartbeatWire, ...] = ()
     drop: dict[str, tuple[str, ...]] = field(default_factory=dict)
     most_dropped: int = 0
+    cut: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    on_failure: str = "raise"
+    meeting: str = ""
 
     def to_json(self) -> str:
         """Return one line of JSON."""
@@ -317,6 +329,9 @@ class SandboxJob:
             pulses=tuple(HeartbeatWire(**pulse) for pulse in given["pulses"]),
             drop={name: tuple(lines) for name, lines in given["drop"].items()},
             most_dropped=given["most_dropped"],
+            cut={name: tuple(lines) for name, lines in given["cut"].items()},
+            on_failure=given["on_failure"],
+            meeting=given["meeting"],
         )
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,15 @@ import pytest
 
 import topoplan
 from collectives import Communicator
+from collectives.backends.loopback.gpu_loopback import LoopbackGpu
 from collectives.backends.open_backend import machine_helpers
 from collectives.backends.shared.shared_backend import SharedBackend
 from collectives.backends.tcp.tcp_backend import TcpBackend
+from tests.support.fake_streams import Machine
 from tests.support.file_gather import FileGather
 from tests.support.forking import forking
+from tests.support.gpu_ranks import cupy as cupy
+from tests.support.gpu_ranks import machine as machine
 from tests.support.regular_fabrics import helped_star
 from tests.support.tcp_jobs import backends_in_threads, call, given_to, in_processes, seal
 from topoplan.errors import BackendError, UsageError
@@ -202,3 +207,16 @@ def test_a_helper_with_another_plan_is_named_by_all() -> None:
     assert isinstance(found[RANKS], UsageError)
     assert all(isinstance(one, BackendError) for one in found[:RANKS])
     assert all(f"helper {RANKS} cannot take part" in str(one) for one in found[:RANKS])
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "broadcast", "reduce", "reduce_scatter", "allgather"])
+def test_relays_on_a_gpu_work_in_scratch_alone(collective: str, machine: Machine, cupy: ModuleType) -> None:
+    """Each relay is a buffer besides those of the ranks; sums have the bits of loopback, as a graph too."""
+    plan = topoplan.plan(topoplan.with_relays("dgx-1v", [0, 1, 4, 6]), collective)
+    assert plan.helpers
+    given = arrays_for(collective, 3001)
+    with Communicator(plan, LoopbackGpu(cupy, RANKS, step_bytes=1), chunk_bytes=1 << 10) as comm:
+        found = [call(comm, collective, [cupy.asarray(one) for one in given]) for _ in range(3)]
+    with Communicator(plan, chunk_bytes=1 << 10) as comm:
+        expected = [seal(one) for one in call(comm, collective, given)]
+    assert [[None if one is None else seal(one.get()) for one in ranks] for ranks in found] == [expected] * 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,12 +26,15 @@ from collectives.backends.tcp.chunk_order import footprint, orders
 from collectives.backends.tcp.collective_state import TcpProgram
 from collectives.backends.tcp.connections import (
     PACING,
+    arrivals,
     base_queue,
     connection_rates,
     link_rates,
     numbered,
     parse_wires,
+    wires_of,
 )
+from collectives.backends.tcp.link_probe import ANSWER_SECONDS, LinkEnds, LinkProbes
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.lab.testbed.network import crossed_links, lay_out_network, wires_file
 from collectives.peers.rendezvous import Rendezvous
@@ -42,9 +46,10 @@ from tests.support.tcp_jobs import (
     call,
     given_to,
     in_threads,
+    ring_wires,
     seal,
 )
-from topoplan.errors import BackendError, RefusedError, UsageError
+from topoplan.errors import BackendError, InfeasibleError, RefusedError, UsageError
 from topoplan.machine.cluster import cluster
 from topoplan.machine.cluster_network import Server
 from topoplan.plans.plan import ALL_COLLECTIVES, COLLECTIVES, Plan
@@ -241,6 +246,164 @@ def test_links_of_a_wires_file_leave_from_and_reach_its_addresses(tmp_path: Path
         {(1, 2, "nvlink"): ("127.0.0.1", "127.0.0.1")},
         {},
     ]
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def looks(
+    probes: LinkProbes, clock: Clock, *, every: float, until: float, answer: float = 0.0
+) -> float | None:
+    """The seconds until the cable is said not to answer, when it is looked at so often."""
+    began = clock.now
+    while clock.now < began + until:
+        if probes.unanswered({"cable": answer}):
+            return clock.now - began
+        clock.now += every
+    return None
+
+
+def test_a_link_answers_whatever_the_process_at_its_other_end_does() -> None:
+    """The system takes connections that a stopped process does not."""
+    asked, clock = [], Clock()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def ends_of(cable: str) -> LinkEnds:
+            asked.append(round(clock.now - 100.0, 3))
+            return "127.0.0.9", listener.getsockname()
+
+        probes = LinkProbes(ends_of, clock)
+        assert looks(probes, clock, every=0.01, until=4.0) is None
+        probes.close()
+    pauses = np.diff(asked)
+    assert asked[0] == 0.0
+    assert [round(float(one), 2) for one in pauses[:5]] == [0.06, 0.11, 0.21, 0.41, 0.81]
+    assert pauses.max() < 1.02
+
+
+def test_a_connection_knows_when_its_last_packet_came() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other = listener.accept()[0]
+        with one, other:
+            time.sleep(0.3)
+            began = time.monotonic()
+            before = arrivals(other)
+            one.sendall(b"data")
+            assert other.recv(4) == b"data"
+            after = arrivals(other)
+            took = time.monotonic() - began
+    assert (before is None) == (after is None) == (sys.platform != "linux")
+    if before is not None and after is not None:
+        assert before.since > 0.25
+        assert after.since <= took + 0.02  # the packet came since, to a tick of the system's clock
+        assert after.answer < 1.0
+
+
+NOBODY: dict[str, LinkEnds] = {
+    "an address that has gone with its interface": ("192.0.2.1", ("127.0.0.1", 9)),
+    "nothing leads there": (None, ("255.255.255.255", 9)),
+}
+
+
+@pytest.mark.parametrize("ends", NOBODY.values(), ids=NOBODY)
+def test_a_link_without_an_answer_is_lost_soon(ends: LinkEnds) -> None:
+    clock = Clock()
+    probes = LinkProbes(lambda cable: ends, clock)
+    found = looks(probes, clock, every=0.02, until=1.0)
+    assert found is not None
+    assert ANSWER_SECONDS <= found < ANSWER_SECONDS + 0.03
+    probes.close()
+    found = looks(probes, clock, every=0.02, until=1.0, answer=0.5)
+    assert found is not None
+    assert 0.5 <= found < 0.53
+    probes.close()
+
+
+def test_time_in_which_a_rank_did_not_run_is_not_time_without_an_answer() -> None:
+    clock = Clock()
+    probes = LinkProbes(lambda cable: NOBODY["nothing leads there"], clock)
+    assert probes.unanswered({"cable": 0.0}) == []
+    clock.now += 60.0
+    assert probes.unanswered({"cable": 0.0}) == []
+    assert probes.unanswered({}) == []  # it moves again: the next silence counts from its own beginning
+    found = looks(probes, clock, every=0.02, until=1.0)
+    assert found is not None
+    assert found >= ANSWER_SECONDS
+    probes.close()
+
+
+def test_ranks_count_the_bytes_of_both_ends_of_their_links() -> None:
+    """They are equal once a collective has ended, whatever ran before, and whatever state was dropped."""
+    plan = topoplan.plan("dgx-spark-x3")
+
+    def body(backend: TcpBackend, rank: int) -> dict[Any, int]:
+        with Communicator(plan, backend, chunk_bytes=1 << 12) as comm:
+            for count in (1 << 14, 3 << 14, *range(100, 170)):
+                comm.all_reduce(np.ones(count))
+            comm._gather_texts("all have ended")
+            return {one.link: one.data for one in backend._link_counts()}
+
+    found = backends_in_threads(3, body, wires=wires_of(ring_wires(3)))
+    for link in found[0].keys() | found[1].keys() | found[2].keys():
+        assert found[link[0]][link] == found[link[1]][link] > 1 << 14
+    assert len(found[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "on_failure"),
+    [(topoplan.plan, "raise"), (topoplan.plan, "shrink"), (topoplan.plan_survival, "shrink")],
+)
+def test_ranks_go_on_without_a_link_that_a_failure_names(
+    make: Callable[[str], Plan], on_failure: str
+) -> None:
+    """Over the cables that are left, one of which the first plan may leave idle; all ranks stay."""
+    plan = make("dgx-spark-x3")
+    sums = [np.full(1 << 14, 6.0)] * 2
+
+    def body(backend: TcpBackend, rank: int) -> Any:
+        with Communicator(plan, backend, chunk_bytes=1 << 12, on_failure=on_failure) as comm:
+            mine = np.full(1 << 14, rank + 1.0)
+            first = comm.all_reduce(mine)
+            if rank == 1:
+                backend._world.tell(BackendError("the link is cut", peer=0, links=((0, 1, "network"),)))
+            if on_failure == "raise":
+                with pytest.raises(BackendError, match="the link is cut") as raised:
+                    comm.all_reduce(mine)
+                assert raised.value.links == ((0, 1, "network"),)
+                comm.shrink()
+            handle = comm.all_reduce(mine, async_op=True)
+            second = handle.wait()
+            assert np.array_equal([first, second], sums)
+            machine = comm._members.membership.change.without_links
+            return comm.size, comm.epoch, machine, float(comm.plan.rate), comm.notes[-1], handle.without
+
+    found = backends_in_threads(3, body, wires=wires_of(ring_wires(3)))
+    note = "epoch 1: without link s0-s1: 3 ranks (s0.gpu0 s1.gpu0 s2.gpu0) at 12.5 GB/s, before 18.75"
+    assert found == [(3, 1, ("s0-s1",), 12.5, note, ())] * 3
+
+
+def test_a_failed_link_without_which_the_ranks_are_not_joined_is_an_error() -> None:
+    chain = topoplan.plan(topoplan.without_links("dgx-spark-x3", ["s2-s0"]))
+    wires = [one for one in ring_wires(3) if {one["source"], one["destination"]} != {0, 2}]
+
+    def body(backend: TcpBackend, rank: int) -> Any:
+        with Communicator(chain, backend, on_failure="shrink") as comm:
+            assert backend._probes is None  # none to do without, so none is given up early
+            if rank == 1:
+                backend._world.tell(BackendError("the link is cut", peer=0, links=((0, 1, "network"),)))
+            return comm.all_reduce(np.ones(1 << 14))
+
+    for error in backends_in_threads(3, body, wires=wires_of(wires)):
+        assert isinstance(error, BackendError)
+        assert "the link is cut" in str(error)
+        assert isinstance(error.__cause__, InfeasibleError)
 
 
 def test_a_plan_with_two_routes_between_two_ranks_uses_the_wire_of_each(tmp_path: Path) -> None:

@@ -24,14 +24,18 @@ from collectives.lab.testbed import sandbox
 from collectives.lab.testbed.network import (
     HEADER_FACTOR,
     ShapedNetwork,
+    cable_flows,
     crossed_links,
+    cut_commands,
     largest_scale,
     lay_out_network,
+    management_address,
     network_commands,
     plan_flows,
     reshape_commands,
     slowed_plan,
     wires_file,
+    with_management,
 )
 from collectives.lab.testbed.rank import expected_result, make_input
 from collectives.lab.testbed.run import MAX_RUNS_DURING, PHASES, ScheduleMeasurement, ShapedRunOutcome
@@ -39,6 +43,7 @@ from tests.support.hand_plans import forest_plan
 from tests.support.small_machines import tailed_triangle, thin_cycle
 from topoplan.cli.main import main
 from topoplan.errors import PlanError, UsageError
+from topoplan.machine.variants import cables
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 
@@ -179,6 +184,55 @@ def test_a_link_that_falls_keeps_its_bucket(plan: Plan) -> None:
     assert f"rate {round(1e6 * HEADER_FACTOR)}bit" in after
 
 
+@pytest.mark.parametrize("name", ["mac-tb5-x4", "mac-tb5-ring-x4", "dgx-spark-x4"])
+def test_every_cable_has_wires_though_a_plan_leaves_it_idle(name: str) -> None:
+    """So that the next plan has them: whichever cable is lost, its routes are those of wires, or its cables are."""
+    machine = topoplan.load(name)
+    every = cables(machine)
+    lost = next(iter(every))
+    plan = replace(topoplan.plan(topoplan.without_links(machine, [lost])), topology=machine)
+    known = crossed_links(plan)
+    flows = {**known, **cable_flows(plan, known)}
+    ends = {(link.src, link.dst) for links in flows.values() for link in links}
+    assert ends >= set().union(*every.values())
+    pairs = {(flow.source, flow.destination) for flow in flows}
+    assert len(pairs) == len(flows) == 2 * len(every)
+    for other in every:
+        after = topoplan.plan(topoplan.without_links(machine, [other]))
+        assert {(flow.source, flow.destination) for flow in plan_flows(after)} <= pairs
+    assert not cable_flows(plan, flows)
+    for flow, links in cable_flows(plan, known).items():
+        assert flow.route == (links[0].src, *(link.dst for link in links))
+        assert [device for device in flow.route if machine.device(device).kind == "gpu"] == [
+            plan.ranks[flow.source],
+            plan.ranks[flow.destination],
+        ]
+
+
+def test_a_cut_takes_one_end_of_each_of_its_cables_down() -> None:
+    network = network_of(PLANS["cables"]())
+    cable = network.cables[0]
+    both = [cable.ends, cable.ends[::-1]]
+    assert cut_commands(network, both) == {
+        network.namespace(cable.ends[0]): (f"link set {cable.interface} down",)
+    }
+    assert cut_commands(network, []) == {}
+    with pytest.raises(UsageError, match="is cut in both directions or not at all"):
+        cut_commands(network, both[:1])
+
+
+def test_the_network_besides_joins_the_ranks_alone() -> None:
+    network = network_of(PLANS["cables"]())
+    before, ranks = network_commands(network), [network.namespace(f"s{server}.gpu0") for server in range(4)]
+    after = with_management(before, ranks)
+    assert after.create[: len(before.create)] == before.create
+    assert {name for name in after.inside if after.inside[name] != before.inside[name]} == set(ranks)
+    assert after.inside[ranks[1]][-2:] == (
+        f"address add {management_address(1)}/16 dev m0",
+        "link set m0 up",
+    )
+
+
 @pytest.mark.parametrize(
     ("machine", "rates"),
     [
@@ -309,6 +363,19 @@ def test_ranks_plan_around_a_link_that_falls(capsys: pytest.CaptureFixture[str])
     assert 4 < len(shown["phases"][1]["runs"]) <= MAX_RUNS_DURING
     assert shown["notes"][0].startswith("gpu1->gpu2: ")
     assert shown["notes"][-1].startswith("replanned: ")
+
+
+@pytest.mark.thorough
+@needs_namespaces
+def test_ranks_go_on_without_a_cable_that_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the middle of a run, over a cable that the first plan leaves idle: every element is right."""
+    options = ["--sizes", "256KB", "--scale", "0.001", "--runs", "2", "--json"]
+    assert main(["testbed", "mac-tb5-x4", "--drop", "s0-s1=0", *options]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [(one["name"], one["wrong"]) for one in shown["phases"]] == [("before", 0), ("after", 0)]
+    assert [one["optimum"] for one in shown["phases"]] == [20.0, pytest.approx(50 / 3)]
+    assert [note.split(":")[1] for note in shown["notes"]] == [" without link s0-s1"]
+    assert shown["recovered"] > 0
 
 
 @pytest.mark.thorough

@@ -35,7 +35,15 @@ from collectives.peers.address import (
     process_namespace,
 )
 from collectives.peers.connections import MEETING, Connection, Endpoint, Listener, Message
-from collectives.peers.control_plane import Signature, Waiting, attribute_failure, disagreement
+from collectives.peers.control_plane import (
+    Link,
+    LinkCount,
+    Signature,
+    Waiting,
+    attribute_failure,
+    cut_links,
+    disagreement,
+)
 from collectives.peers.environment import JobIdentity, job_identity, read_rank_environment
 from collectives.peers.rendezvous import (
     AddressLock,
@@ -672,6 +680,140 @@ BLAMES: list[tuple[dict[int, Waiting], tuple[int, int, int] | None]] = [
 def test_attributes_a_failure(answers: dict[int, Waiting], expected: tuple[int, int, int] | None) -> None:
     found = attribute_failure(0, answers, 8.0)
     assert (None if found is None else (found.rank, found.peer, found.step)) == expected
+
+
+def link(source: int, destination: int) -> Link:
+    return source, destination, "network"
+
+
+def counted(
+    answers: dict[int, Waiting], *moved: tuple[int, int, int, int, int | None, int]
+) -> dict[int, Waiting]:
+    """Answers with the counts of links: source, destination, bytes sent and received, and credits received and sent."""
+    counts: dict[int, list[LinkCount]] = {rank: [] for rank in answers}
+    for source, destination, sent, received, taken, given in moved:
+        counts[source].append(LinkCount(link(source, destination), sent, taken))
+        counts[destination].append(LinkCount(link(source, destination), received, given))
+    return {rank: replace(wait, counts=tuple(counts[rank])) for rank, wait in answers.items()}
+
+
+CIRCLE = chain(
+    (3, 9.0), (0, 8.0), (1, 9.0), (2, 8.0)
+)  # each of four ranks in a ring waits for the one before it
+SOUND = [(0, 1, 50, 50, 8, 8), (1, 2, 50, 50, 8, 8), (3, 0, 50, 50, 8, 8)]
+
+CIRCLES: list[tuple[dict[int, Waiting], tuple[int, int, int | None, list[Link]] | None]] = [
+    (counted(CIRCLE, *SOUND, (2, 3, 80, 60, 8, 8)), (3, 2, 13, [link(2, 3)])),
+    # 2 has sent nothing since, for it lacks data of 1 itself: the other direction has lost some
+    (counted(CIRCLE, *SOUND, (2, 3, 60, 60, 8, 8), (3, 2, 70, 40, 8, 8)), (2, 3, None, [link(3, 2)])),
+    # both directions of one cable
+    (
+        counted(CIRCLE, *SOUND, (2, 3, 80, 60, 8, 8), (3, 2, 70, 40, 8, 8)),
+        (3, 2, 13, [link(2, 3), link(3, 2)]),
+    ),
+    # all data came, and the credits for more were lost: 2 waits for 3, to which it may not send
+    (
+        counted(CIRCLE | {2: Waiting(3, 12, 9.0)}, *SOUND, (2, 3, 80, 80, 8, 16)),
+        (2, 3, 12, [link(2, 3)]),
+    ),
+    # credits that the source does not read any more are no loss
+    (counted(CIRCLE, *SOUND, (2, 3, 80, 80, None, 16)), (0, 3, 10, [])),
+    # nothing is missing: nobody knows better than the reporter
+    (counted(CIRCLE, *SOUND, (2, 3, 80, 80, 8, 8)), (0, 3, 10, [])),
+    # one has sent all and has left the collective, or waits in the next one
+    (
+        counted(CIRCLE | {2: Waiting(None, None, 0.0)}, *SOUND, (2, 3, 80, 60, None, 8)),
+        (3, 2, 13, [link(2, 3)]),
+    ),
+    # bytes that are still under way, to a rank that has just received some
+    (counted(CIRCLE | {3: Waiting(2, 13, 0.1)}, *SOUND, (2, 3, 80, 60, 8, 8)), None),
+    # the rank at the end of a lossy link is stopped
+    (
+        {rank: wait for rank, wait in counted(CIRCLE, *SOUND, (2, 3, 80, 60, 8, 8)).items() if rank != 3},
+        (0, 3, 10, []),
+    ),
+]
+
+
+@pytest.mark.parametrize(("answers", "expected"), CIRCLES)
+def test_a_circle_of_waiting_ranks_is_attributed_to_the_link_that_lacks_bytes(
+    answers: dict[int, Waiting], expected: tuple[int, int, int | None, list[Link]] | None
+) -> None:
+    found = attribute_failure(0, answers, 8.0)
+    assert expected == (found and (found.rank, found.peer, found.step, list(found.links)))
+
+
+@pytest.mark.parametrize("reporter", range(4))
+def test_every_reporter_of_a_circle_names_the_same_link(reporter: int) -> None:
+    for lost in [(0, 1), (1, 2), (2, 3), (3, 0)]:
+        moved = [(*ends, 50, 40 if ends == lost else 50, 8, 8) for ends in [(0, 1), (1, 2), (2, 3), (3, 0)]]
+        found = attribute_failure(reporter, counted(CIRCLE, *moved), 8.0)
+        assert found is not None
+        assert (found.links, {found.rank, found.peer}) == ((link(*lost),), set(lost))
+
+
+def test_links_of_a_rank_that_does_not_answer_are_not_compared() -> None:
+    answers = counted(CIRCLE, *SOUND, (2, 3, 80, 60, 8, 8))
+    assert cut_links({rank: answers[rank] for rank in (0, 1, 2)}, 8.0) == []
+
+
+def lost_link(stopped: set[int]) -> tuple[RendezvousState, list[Post]]:
+    """Of three ranks, of which rank 0 has lost its link to rank 1."""
+    hub = RendezvousState(3, stopped=lambda hello: hello["rank"] in stopped)
+    for rank in range(3):
+        hub.join(hello_of(rank, 3), 0.0)
+    lost = {"type": "lost", "links": [list(link(0, 1))], "peer": 1, "step": 3, "idle": 0.1}
+    return hub, hub.receive(0, lost, 10.0)
+
+
+PONG: Message = {"type": "pong", "peer": 0, "step": 3, "idle": 0.1}
+
+
+def test_a_link_has_failed_if_the_rank_at_its_other_end_answers_here() -> None:
+    """At once, whatever the others do."""
+    hub, asked = lost_link(set())
+    assert [(rank, message["type"]) for rank, message in asked] == [(1, "ping"), (2, "ping")]
+    told = dict(hub.receive(1, PONG, 10.01))
+    assert set(told) == {0, 1, 2}
+    assert {(one["rank"], one["peer"], str(one["links"])) for one in told.values()} == {
+        (0, 1, str([list(link(0, 1))]))
+    }
+
+
+def test_a_link_to_a_rank_that_is_paused_has_not_failed() -> None:
+    """Its machine may be paused as a whole: nothing of it answers, here neither. The report may come again."""
+    hub, _ = lost_link(set())
+    assert hub.receive(2, PONG, 10.01) == []
+    assert hub.receive(0, {**PONG, "type": "lost", "links": [list(link(0, 1))]}, 10.1) == []
+    assert hub.tick(11.1) == []
+    assert hub.verdict is None
+    assert hub.receive(1, PONG, 11.2) == []  # too late for the question of that report
+    assert len(hub.receive(0, {**PONG, "type": "lost", "links": [list(link(0, 1))]}, 11.3)) == 2
+    assert dict(hub.receive(1, PONG, 11.31))[2]["links"] == [list(link(0, 1))]
+
+
+def test_a_stall_beside_a_lost_link_is_answered_as_without_it() -> None:
+    hub, _ = lost_link(set())
+    assert hub.receive(2, {**PONG, "type": "stall", "timeout": 1.0, "idle": 2.0}, 10.02) == []
+    assert hub.receive(2, {**PONG, "idle": 2.0}, 10.03) == []
+    (keep_waiting,) = hub.tick(11.1)
+    assert keep_waiting == (2, {"type": "keep waiting"})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"links": [[0, 1]]},
+        {"links": [[0, "1", "network"]]},
+        {"links": {}},
+        {"links": [[0, 1, "network"]], "counts": [[0, 1, "network", None, 3]]},
+        {"links": [[0, 1, "network"]], "counts": 3},
+    ],
+)
+def test_links_that_no_rank_sends_are_malformed(fields: Message) -> None:
+    hub, _ = lost_link(set())
+    with pytest.raises((ValueError, TypeError)):
+        RendezvousState.receive(hub, 1, {**PONG, **fields}, 10.0)
 
 
 def test_a_rendezvous_where_nobody_can_listen_is_refused(tmp_path: Path) -> None:
