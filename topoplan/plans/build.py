@@ -15,6 +15,7 @@ from functools import cached_property
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric, usable_fabric
+from topoplan.machine.half_duplex import split
 from topoplan.machine.topology import Topology, TopologyLike, as_topology
 from topoplan.plans.certificates.certificate import Certificate, Trivial
 from topoplan.plans.loads import forest_rate
@@ -62,7 +63,7 @@ class Allocation:
     @cached_property
     def topology(self) -> Topology:
         """The machine without its other GPUs, as a plan states it."""
-        return self.machine.subset(self.gpus).settled()
+        return split(self.machine.subset(self.gpus).settled())
 
     def fabric(self, channels: str = "auto") -> Fabric:
         """Return the first choice of links that joins the ranks as the collective needs (see `usable_fabric`)."""

@@ -26,8 +26,8 @@ from topoplan.plans.shards import Edge, ImageParts, ImageShards, Shard, Stage, s
 def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
     """Return the indices of the links that data crosses on an edge, in the order of crossing.
 
-    PlanError if the route does not join the edge's ranks, the edge's channel has no such link, or the route passes a
-    device of a third server that does not forward.
+    PlanError if the route does not join the edge's ranks, the edge's channel has no such link, the route passes a
+    device of a third server that does not forward, or no copy can take it for lack of peer access.
     """
     if len(edge.route) < 2 or (edge.route[0], edge.route[-1]) != (
         fabric.vertices[edge.parent],
@@ -61,6 +61,11 @@ def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
             f"{fabric.transit.servers[foreign]}, which does not forward what other servers send; end the edge at a "
             f'rank of that server, or state "forwards": true of the device',
             rank=edge.child,
+        )
+    unable = fabric.transit.unable(devices)
+    if unable:
+        raise PlanError(
+            f"the route {'-'.join(edge.route)} of edge {edge.parent}->{edge.child} {unable}", rank=edge.child
         )
     return tuple(crossed)
 

@@ -23,6 +23,7 @@ from itertools import pairwise
 
 from topoplan.errors import InfeasibleError
 from topoplan.machine.fabric import Fabric
+from topoplan.machine.half_duplex import caps
 from topoplan.machine.topology import Link, Topology
 from topoplan.schedules.hamiltonian_cycles import ring_hops
 from topoplan.schedules.routes import DirectRoutes, Links
@@ -58,6 +59,8 @@ class NcclPaths:
         self._machine = machine
         self._nvlink = Fabric(machine, ("nvlink",))
         self._pcie = Fabric(machine, ("pcie",))
+        parts = {end for link in caps(self._pcie.topology) for end in (link.src, link.dst)}
+        self._kind = {d.name: "" if d.name in parts else d.kind for d in self._pcie.topology.devices}
         self._nvlink_routes = DirectRoutes(self._nvlink)
         self._pcie_routes = DirectRoutes(self._pcie)
         self._rank = {name: rank for rank, name in enumerate(machine.gpus)}
@@ -108,10 +111,10 @@ class NcclPaths:
         return {self._nvlink.links[number]: Fraction(1) for number in best[1]}
 
     def _pcie_kind(self, links: Links) -> str:
-        passed = [self._machine.device(self._pcie.links[number].dst).kind for number in links[:-1]]
+        passed = [self._kind[self._pcie.links[number].dst] for number in links[:-1]]
         if "cpu" in passed:
             return "PHB" if passed.count("cpu") == 1 else "SYS"
-        return "PIX" if len(passed) < 2 else "PXB"
+        return "PIX" if sum(map(bool, passed)) < 2 else "PXB"
 
 
 Order = tuple[str, ...]
