@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from topoplan.errors import UsageError
-from topoplan.machine.topology import PULLS, REFUSED, UNREACHED, UNWRITTEN, Device, Link, Topology
+from topoplan.machine.topology import PULLS, REFUSED, UNREACHED, UNWRITTEN, Device, Link, Topology, facts
 
 NOT_FORWARDING = ("nic", "cpu")
 """Kinds of devices that carry data of their own server alone, unless ``forwards`` is set."""
@@ -379,6 +379,27 @@ def refused_pairs(topology: Topology) -> frozenset[tuple[str, str]]:
         found |= {pair for name in refused for pair in ((name, device.name), (device.name, name))}
         found |= {(name, device.name) for name in named_peers(device, UNREACHED, others)}
     return frozenset(found)
+
+
+def with_refused_pairs(topology: Topology, pairs: Iterable[tuple[str, str]]) -> Topology:
+    """Return the machine of one server whose GPUs name each other in the fact ``refused``, besides those that do."""
+    named: dict[str, set[str]] = {}
+    for one, other in pairs:
+        named.setdefault(one, set()).add(other)
+        named.setdefault(other, set()).add(one)
+    if not named:
+        return topology
+    order = {name: place for place, name in enumerate(topology.gpus)}
+
+    def marked(gpu: Device) -> Device:
+        every = named[gpu.name] | set(named_peers(gpu, REFUSED, order))
+        return replace(
+            gpu, facts=facts(**dict(gpu.facts) | {REFUSED: ",".join(sorted(every, key=order.__getitem__))})
+        )
+
+    return replace(
+        topology, devices=tuple(marked(one) if one.name in named else one for one in topology.devices)
+    )
 
 
 def named_peers(gpu: Device, key: str, gpus: Collection[str]) -> Iterator[str]:

@@ -26,7 +26,9 @@ from topoplan.machine.half_duplex import merged, whole_ends
 from topoplan.machine.topology import (
     FASTEST,
     IN_NETWORK,
+    REFUSED,
     SLOWEST,
+    UNREACHED,
     Device,
     Topology,
     TopologyLike,
@@ -42,7 +44,10 @@ def equivalent_servers(topology: Topology) -> tuple[tuple[str, ...], ...]:
     parts: dict[str, Counter[Hashable]] = {server: Counter() for server in topology.servers}
     for device in topology.devices:
         if device.server:
-            local = replace(device, name=_local(device.name, device.server), server="", busid="", facts=())
+            kept = tuple(
+                fact for fact in device.facts if fact[0] in (REFUSED, UNREACHED, "mig", "peer_access")
+            )
+            local = replace(device, name=_local(device.name, device.server), server="", busid="", facts=kept)
             parts[device.server][local] += 1
     for link in topology.links:
         for server in {home[link.src], home[link.dst]} - {""}:
