@@ -89,7 +89,8 @@ class Fabric:
     channels: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "topology", split(self.topology))
+        if self.topology.half_duplex:
+            object.__setattr__(self, "topology", split(self.topology))
 
     @cached_property
     def ranks(self) -> tuple[str, ...]:

@@ -12,38 +12,13 @@ simple, so each route crosses the pair as before, and rates, cuts and lengths co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from topoplan.machine.routing import whole_name
 from topoplan.machine.topology import Device, Link, Topology, facts
 
 IN, OUT = ".in", ".out"
 """Suffixes of the two devices of a split pair; both have the fact ``shared``."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """Two opposite links, and the device into which both lead; ``cap`` is in GB/s."""
-
-    name: str
-    cap: float
-    there: Link
-    back: Link
-
-    def devices(self, topology: Topology) -> Iterator[Device]:
-        ends = f"{self.there.src},{self.there.dst}"
-        server = topology.device(self.there.src).server
-        for suffix in (IN, OUT):
-            yield Device(self.name + suffix, "pcie", server, facts=facts(shared=ends))
-
-    def links(self, link: Link) -> Iterator[Link]:
-        into, out = self.name + IN, self.name + OUT
-        free = None if link.latency is None else 0.0
-        yield replace(link, dst=into, shared=None)
-        if link is self.there:
-            yield Link(into, out, link.channel, self.cap)
-        yield replace(link, src=out, shared=None, latency=free)
 
 
 def split(topology: Topology) -> Topology:
@@ -62,7 +37,7 @@ def split(topology: Topology) -> Topology:
     if not topology.half_duplex:
         return topology
     opposite = {_key(link): link for link in topology.links if link.shared is not None}
-    pairs: dict[tuple[str, str, str], _Pair] = {}
+    named: dict[tuple[str, str, str], str] = {}
     devices = list(topology.devices)
     links: list[Link] = []
     for link in topology.links:
@@ -71,14 +46,21 @@ def split(topology: Topology) -> Topology:
         if link.shared is None or back is None or link.bandwidth + back.bandwidth <= link.shared:
             links.append(replace(link, shared=None) if link.shared is not None else link)
             continue
-        pair = pairs.get((dst, src, channel))
-        if pair is None:
+        name, first = named.get((dst, src, channel)), (dst, src, channel) not in named
+        if name is None:
             server = topology.device(link.src).server
             local = link.dst.removeprefix(f"{server}.") if server else link.dst
-            middle = "" if channel == "pcie" else f"/{channel}"
-            pair = pairs[src, dst, channel] = _Pair(f"{link.src}/{local}{middle}", link.shared, link, back)
-            devices += pair.devices(topology)
-        links += pair.links(link)
+            name = named[src, dst, channel] = (
+                f"{link.src}/{local}{'' if channel == 'pcie' else f'/{channel}'}"
+            )
+            marked = facts(shared=f"{link.src},{link.dst}")
+            devices += [Device(name + suffix, "pcie", server, facts=marked) for suffix in (IN, OUT)]
+        links.append(replace(link, dst=name + IN, shared=None))
+        if first:
+            links.append(Link(name + IN, name + OUT, channel, link.shared))
+        # The start-up of a copy is paid at its first half.
+        free = None if link.latency is None else 0.0
+        links.append(replace(link, src=name + OUT, shared=None, latency=free))
     return replace(topology, devices=tuple(devices), links=tuple(links))
 
 

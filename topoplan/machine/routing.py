@@ -382,7 +382,7 @@ def refused_pairs(topology: Topology) -> frozenset[tuple[str, str]]:
 
 
 def with_refused_pairs(topology: Topology, pairs: Iterable[tuple[str, str]]) -> Topology:
-    """Return the machine of one server whose GPUs name each other in the fact ``refused``, besides those that do."""
+    """Return the machine of one server with more pairs whose GPUs name each other in the fact ``refused``."""
     named: dict[str, set[str]] = {}
     for one, other in pairs:
         named.setdefault(one, set()).add(other)
@@ -418,7 +418,9 @@ def has_peer_access(gpu: Device) -> bool:
 
 
 class MemoryAccess(NamedTuple):
-    """Pairs of GPUs, source first: the destination pulls the data; the source's writes never end; no copy ends."""
+    """Pairs of GPUs, source first: the destination pulls the data; the source's writes never end; no copy of a kernel
+    joins them, since none ends or peer access is refused.
+    """
 
     pulled: frozenset[tuple[str, str]]
     unwritten: frozenset[tuple[str, str]]
@@ -449,6 +451,8 @@ def memory_access(topology: Topology) -> MemoryAccess:
     for device in (one for one in topology.devices if one.kind == "gpu" and one.facts):
         for key, pairs in found.items():
             pairs |= {(name, device.name) for name in named_peers(device, key, gpus)}
+        for name in named_peers(device, REFUSED, gpus):
+            found[UNREACHED] |= {(name, device.name), (device.name, name)}
     return MemoryAccess(*(frozenset(found[key]) for key in (PULLS, UNWRITTEN, UNREACHED)))
 
 

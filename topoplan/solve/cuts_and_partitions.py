@@ -188,9 +188,9 @@ def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> OneF
 
 def _cap_lengths(fabric: Fabric, collective: str, root: int | None) -> list[OneFabric]:
     """Return lengths of 1 on the caps of all ranks' links, a root with only the direction that it needs, if any."""
-    shared = {(link.src, link.dst) for link in caps(fabric.topology)}
-    if not shared:
+    if not fabric.topology.splits_links:
         return []
+    shared = {(link.src, link.dst) for link in caps(fabric.topology)}
     cap_at = {end: ends for ends in shared for end in ends}
     rank_of = {name: rank for rank, name in enumerate(fabric.ranks)}
     counted: dict[tuple[str, str], Fraction] = {}

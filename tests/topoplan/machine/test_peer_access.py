@@ -13,12 +13,13 @@ import pytest
 import topoplan
 from tests.support.host_trees import hosts, optimum
 from tests.support.refusals import refused
+from topoplan.engines.mscclpp_write import execution_plan
 from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import keeps_wires
 from topoplan.machine.host_topology import both_ways
 from topoplan.machine.routing import refused_pairs
-from topoplan.machine.topology import Device, Topology, facts
+from topoplan.machine.topology import Device, Link, Topology, facts
 from topoplan.plans.plan import Plan
 
 Pairs = Iterable[tuple[int, int]]
@@ -210,3 +211,70 @@ def test_gpus_without_any_access_and_clusters() -> None:
     made = topoplan.plan(pair, channels="pcie+network")
     assert topoplan.verify(made).optimal
     assert ("s0.gpu0", "s1.gpu3") not in refused_pairs(pair)
+
+
+def accessed(push: float | None, pull: float | None, *, gpus: int = 3) -> Topology:
+    """A ring of GPUs on direct links of which the first direction of each has these rates."""
+    ends = [(i, (i + 1) % gpus) for i in range(gpus)]
+    links = [Link(f"gpu{a}", f"gpu{b}", "pcie", 52, push=push, pull=pull) for a, b in ends]
+    links += [Link(f"gpu{b}", f"gpu{a}", "pcie", 52) for a, b in ends]
+    return Topology("ring", tuple(Device(f"gpu{i}", "gpu", "s0") for i in range(gpus)), tuple(links))
+
+
+def test_a_plan_names_the_edges_that_are_not_pushed() -> None:
+    """By links, by facts, and without access; a machine that states nothing has no such note."""
+    made = topoplan.plan(accessed(2.6, 52), "allgather")
+    (pulled,) = [note for note in made.notes if "pulled" in note]
+    assert pulled == (
+        "gpu0>gpu1, gpu1>gpu2, gpu2>gpu0: pulled by their destination, which reads faster than the source writes"
+    )
+    assert not any("pulled" in note for note in topoplan.plan(accessed(52, 2.6), "allgather").notes)
+    machine = without(below_switches(4, 1)[0], [(0, 1)], "pulls")
+    assert "gpu0>gpu1: pulled by" in " ".join(topoplan.plan(machine, "allgather").notes)
+    hosted = topoplan.plan(without(below_switches(3, 1)[0], [(0, 1)]), "allgather", channels="pcie")
+    assert [note for note in hosted.notes if note.endswith("without peer access")]
+    assert Plan.from_json(made.to_json()).notes == made.notes
+    assert topoplan.plan(accessed(52, 52)).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("machine", "collective", "words"),
+    [
+        (
+            accessed(None, 52),
+            "allreduce",
+            r"signals by writing to peers, and writes of gpu\d to gpu\d never end",
+        ),
+        (
+            accessed(52, None),
+            "allreduce",
+            r"has gpu\d read the memory of gpu\d here, and such reads never end",
+        ),
+        (ISLANDS, "allreduce", r"maps the memory of peers, and gpu\d has no peer access to gpu\d; allow it"),
+        (topoplan.load("rtx5090-x8-nopeer"), "allgather", r"gpu\d has no peer access to gpu\d"),
+        (
+            without(below_switches(3, 1)[0], [(0, 1)], "unreached"),
+            "allgather",
+            "gpu[01] has no peer access to gpu[01]",
+        ),
+    ],
+)
+def test_mscclpp_refuses_a_pair_that_cannot_do_what_the_file_has_it_do(
+    machine: Topology, collective: str, words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        execution_plan(topoplan.plan(machine, collective))
+
+
+def test_mscclpp_states_the_rate_of_the_access_that_it_takes() -> None:
+    """A file puts the data of an allgather: 2 of 3 blocks cross each link, or as many as the plan says, at 2.6 GB/s."""
+    plan = topoplan.plan(accessed(2.6, 52), "allgather")
+    loads = topoplan.verify(plan).loads
+    made = execution_plan(plan)
+    limit = min(2.6 / load for (src, dst), load in loads.items() if (int(src[3]) + 1) % 3 == int(dst[3]))
+    assert made.notes[0].startswith(f"at most {limit:.6g} GB/s, ")
+    assert any("gpu0>gpu1 pushed at 2.6 of 52 GB/s" in note for note in made.notes)
+    quick = execution_plan(topoplan.plan(accessed(52, 2.6), "allgather"))
+    assert quick.notes[0].startswith("keeps 156 GB/s, all of the rate")
+    reads = execution_plan(topoplan.plan(accessed(52, 2.6), "reduce_scatter"))
+    assert any("pulled at 2.6 of 52 GB/s" in note for note in reads.notes)
