@@ -296,8 +296,10 @@ class Fabric:
         """The arcs, and the omitted kinds: at most `MOST_LISTED` paths to each switch are extended."""
         graph = self.route_graph
         leaving = graph.leaving()
+        # Routes without peer access go up to a CPU and back down, and staged ones cross both directions of a cap.
         halves = self.transit.halves
-        twice = {node for node, name in enumerate(self.nodes) if name in halves}
+        inner = range(len(self.vertices), len(self.nodes))
+        twice = {node for node in inner if self.barred or self.nodes[node] in halves}
         arcs = []
         left_out: set[str] = set()
         for tail in range(self.size):
@@ -309,7 +311,6 @@ class Fabric:
                 following = []
                 for state, path, visited in level:
                     for number, dst in leaving[state]:
-                        # A staged route may cross both directions of a cap, in two states of its devices.
                         place = -dst if graph.nodes[dst] in twice else graph.nodes[dst]
                         if place in visited:
                             continue

@@ -37,11 +37,13 @@ PATH_KINDS = ("NVL", "NVB", "PIX", "PXB", "PHB", "SYS")
 class NcclHop:
     """The path from one GPU to another.
 
-    ``part`` is the fraction of the data on each link: below 1 only if NVLink is striped over several switches.
+    ``part`` is the fraction of the data on each link: below 1 only if NVLink is striped over several switches, above 1
+    if a copy through a CPU crosses a cap twice. ``path`` has the links in order over PCIe.
     """
 
     kind: str
     part: Mapping[Link, Fraction]
+    path: tuple[Link, ...] = ()
 
 
 class NcclPaths:
@@ -90,7 +92,8 @@ class NcclPaths:
                 f"neither NVLink nor PCIe leads from {names[tail]} to {names[head]}, so NCCL would need a "
                 "network; choose GPUs that are joined"
             )
-        return NcclHop(self._pcie_kind(links), {self._pcie.links[number]: Fraction(1) for number in links})
+        path = tuple(self._pcie.links[number] for number in links)
+        return NcclHop(self._pcie_kind(links), {link: Fraction(path.count(link)) for link in path}, path)
 
     def _striped(self, tail: int, head: int) -> dict[Link, Fraction]:
         """Return parts over the shortest paths without a GPU in between; empty if there are none."""

@@ -9,12 +9,15 @@ import pytest
 
 import topoplan
 from tests.support.host_trees import optimum, random_hosts
-from topoplan.errors import PlanError, TopologyError
+from topoplan.errors import InfeasibleError, PlanError, TopologyError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.half_duplex import caps, merged, split, wire_name
 from topoplan.machine.host_topology import both_ways
 from topoplan.machine.routing import staged
 from topoplan.machine.topology import Device, Link, Topology
+from topoplan.operate.compare.comparison import compare
+from topoplan.schedules.nccl_channels import NcclPaths
+from topoplan.schedules.registry import SCHEDULES
 
 NO_PEERS = topoplan.load("rtx5090-x8-nopeer")
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
@@ -162,3 +165,20 @@ def test_a_cap_that_no_link_has_is_refused(change: dict[str, object], words: str
     value["links"][0] |= change
     with pytest.raises(TopologyError, match=words):
         topoplan.load(json.dumps(value))
+
+
+def test_no_schedule_or_model_of_nccl_beats_the_bound_of_a_staged_machine() -> None:
+    """A copy below one switch crosses the cap of its uplink twice, in every schedule's loads as in NCCL's paths."""
+    machine = staged(switched(24))
+    plan, row = topoplan.plan(machine), compare(machine)
+    assert plan.rate == plan.bound == pytest.approx(24 * 2 / 12)
+    assert row.ring == pytest.approx(plan.rate)
+    assert {
+        hop.path.count(link) for hop in [NcclPaths(machine).hop("gpu0", "gpu1")] for link in hop.path
+    } == {1, 2}
+    for schedule in SCHEDULES.values():
+        try:
+            made = schedule.make(machine, "allreduce")
+        except (InfeasibleError, UsageError):
+            continue
+        assert topoplan.verify(made).rate <= plan.bound * (1 + 1e-12), schedule.name
