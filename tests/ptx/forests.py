@@ -81,10 +81,13 @@ def plan_of(machine: str, collective: str, gpus: tuple[int, ...]) -> Plan:
     if able in ("pulled", "mixed", "unwritten", "apart"):
         state_access(text, able)
     topology = topoplan.load(json.dumps(text))
+    # No NVLink leads from GPU 4 to GPU 5 in plans of "apart": their edges are of PCIe, through a CPU.
+    inside = "pcie" if able == "apart" else "auto"
     if servers == 1:
-        return topoplan.plan(topology, collective, gpus=list(gpus) or None)
+        return topoplan.plan(topology, collective, gpus=list(gpus) or None, channels=inside)
     each = topoplan.Server(topology, list(gpus) or None, count=servers)
-    return topoplan.plan(topoplan.cluster([each], nic_gbps=100, nics=2), collective)
+    channels = f"{inside}+network" if able == "apart" else inside
+    return topoplan.plan(topoplan.cluster([each], nic_gbps=100, nics=2), collective, channels=channels)
 
 
 def state_access(machine: dict[str, Any], which: str) -> None:

@@ -37,6 +37,7 @@ from topoplan.cli.sources import read_demand, read_machine, read_topology, read_
 from topoplan.errors import UsageError, kind_of
 from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
 from topoplan.machine.fabric import ALL, Fabric, channel_words
+from topoplan.machine.half_duplex import wire_name
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import with_relays
 from topoplan.plans.certificates.certificate import explain_certificate
@@ -628,7 +629,7 @@ def phase_table(by_phase: PlanPhases) -> str:
     """Return the rate of each phase alone, its full links, and which phase is the bottleneck."""
     rows = []
     for one in (by_phase.reduce, by_phase.between, by_phase.broadcast, by_phase.inside):
-        links = [f"{src}>{dst}" for src, dst in one.full]
+        links = [wire_name(src, dst) for src, dst in one.full]
         rows.append((one.name, f"{one.rate:.6g}" if links else "-", few(links)))
     heads = ("phase", "GB/s alone", "full links")
     return f"{table(heads, rows)}\nbottleneck: {by_phase.bottleneck}"

@@ -89,7 +89,7 @@ def links_in_tree(topology: Topology) -> frozenset[tuple[str, str, str]]:
     stated = set()
     for link in topology.links:
         back = links[link.dst].get((link.src, link.channel))
-        if back is None or (back.bandwidth, back.count) != (link.bandwidth, link.count):
+        if back is None or (back.bandwidth, back.count) != (link.bandwidth, link.count) or link.shared:
             continue
         on_tree = parents.get(link.src) == link.dst or parents.get(link.dst) == link.src
         kinds = {topology.device(link.src).kind, topology.device(link.dst).kind}
@@ -291,9 +291,18 @@ def _summary(topology: Topology, room: int) -> Iterator[str]:
         yield from folded_line(left, "row")
     differs: dict[str, list[str]] = {}
     for link in topology.links:
-        if link.access:
-            differs.setdefault(f"{link.access} (GB/s)", []).append(f"{link.src}>{link.dst}")
-    yield from labelled(*(("access", f"{rates}: {few(names)}") for rates, names in differs.items()))
+        both = link.shared is not None
+        if link.limits and (
+            not both or f"{link.dst}-{link.src}" not in differs.get(f"{link.limits} (GB/s)", ())
+        ):
+            name = f"{link.src}-{link.dst}" if both else f"{link.src}>{link.dst}"
+            differs.setdefault(f"{link.limits} (GB/s)", []).append(name)
+    yield from labelled(
+        *(
+            ("limits" if topology.half_duplex else "access", f"{rates}: {few(names)}")
+            for rates, names in differs.items()
+        )
+    )
     if topology.source:
         source = printable(topology.source)
         yield from labelled(("source", source if len(source) <= 105 else f"{source[:104]}…"))
@@ -444,9 +453,17 @@ def _link_text(topology: Topology) -> str:
             continue
         shown.add(key)
         arrow = "<->" if same else "->"
-        figures = (str(link.count), f"{link.bandwidth:g}", link.access)
+        figures = (str(link.count), f"{link.bandwidth:g}", link.limits)
         rows.append((link.src, arrow, link.dst, link.channel, *figures))
-    heads = ("from", "", "to", "channel", "count", "GB/s", "GB/s of each access")
+    heads = (
+        "from",
+        "",
+        "to",
+        "channel",
+        "count",
+        "GB/s",
+        "limits in GB/s" if topology.half_duplex else "GB/s of each access",
+    )
     left = None if any(row[-1] for row in rows) else -1
     return table(heads[:left], [row[:left] for row in rows]) if rows else ""
 

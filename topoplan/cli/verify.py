@@ -46,6 +46,7 @@ from topoplan.engines.mscclpp_read_back import check_execution_plan
 from topoplan.engines.verdict import EngineVerdict, TrafficLoads, machine_loads
 from topoplan.errors import PlanError
 from topoplan.machine.fabric import channel_words
+from topoplan.machine.half_duplex import wire_name
 from topoplan.model.dataflow import LAUNCH
 from topoplan.model.times_by_size import TimeBound, check_times
 from topoplan.plans.certificates.certificate import explain_certificate
@@ -169,7 +170,7 @@ def _by_kind_answer(plan: PlanByKind, text: str) -> Answer:
             ),
             (
                 "full links",
-                few([f"{src}>{dst}" for src, dst in report.bottleneck]) + ", and all of their classes",
+                few([wire_name(src, dst) for src, dst in report.bottleneck]) + ", and all of their classes",
             ),
         )
 
@@ -335,7 +336,7 @@ def _run_engine_file(options: argparse.Namespace, text: str, engine: str) -> Ans
                 )
             )
             rows = [
-                (f"{src}>{dst}", f"{float(load):.6g}", f"{float(load * loads.rate):.6g}")
+                (wire_name(src, dst), f"{float(load):.6g}", f"{float(load * loads.rate):.6g}")
                 for (src, dst), load in sorted(loads.loads.items(), key=lambda one: -one[1])
             ]
             shown, hidden = folded(rows, MAX_LINKS, every=options.all)
@@ -490,7 +491,7 @@ def _report_lines(plan: Plan, report: Verification) -> Iterator[str]:
         ("upper bound", f"{most} (exactly {report.exact_bound}), recomputed: {explain_certificate(plan)}"),
         ("in-network", beyond),
         ("checked", f"{POSTCONDITION}; {counted(report.trees, tree_noun(plan))} of height {report.height}"),
-        ("full links", few([f"{src}>{dst}" for src, dst in report.bottleneck])),
+        ("full links", few([wire_name(src, dst) for src, dst in report.bottleneck])),
     )
 
 

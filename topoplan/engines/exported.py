@@ -16,6 +16,7 @@ from fractions import Fraction
 
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import Fabric
+from topoplan.machine.half_duplex import merged
 from topoplan.machine.topology import Topology
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import ALL_TO_ALL, Plan
@@ -190,6 +191,7 @@ def one_server(topology: Topology, name: str | None, what: str) -> Topology:
 
     ``name`` may be None if only one server has GPUs. ``what`` names the file in the message of a UsageError.
     """
+    topology = merged(topology)
     servers = topology.servers
     with_gpus = tuple(
         dict.fromkeys(device.server for device in topology.devices if device.kind == "gpu" and device.server)

@@ -13,6 +13,7 @@ the GPUs do the work, and the stated rate accounts for it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -43,10 +44,12 @@ from topoplan.engines.mscclpp_write_tasks import (
     tasks,
 )
 from topoplan.errors import UsageError
+from topoplan.machine.routing import memory_access, refused_pairs
 from topoplan.model.closed_form import chunk_counts, pipeline
 from topoplan.model.dataflow import dataflow
 from topoplan.plans.file_values import compact
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
+from topoplan.units import TOLERANCE, listed
 
 MAX_BLOCK_OPERATIONS = 64
 """Operations of a block; a loop counts one more than its body."""
@@ -388,6 +391,66 @@ def _format_file(
     return "{" + ",\n".join(parts) + "}\n"
 
 
+def _access_limit(
+    plan: Plan, cut: Chunking, made: Sequence[Sequence[MscclppBlock]], wires: RankChannels
+) -> tuple[float, tuple[str, ...]]:
+    """Return GB/s to which slow accesses limit the file, and notes on them.
+
+    Operations read the memory of peers, write to it, and signal by writes. UsageError names a pair that cannot do so.
+    """
+    topology, ranks = plan.topology, plan.ranks
+    access, apart = memory_access(topology), refused_pairs(topology)
+    for rank, peers in enumerate(wires.peers):
+        for peer in peers.get(MEMORY, ()):
+            pair = ranks[rank], ranks[peer]
+            if pair in apart or pair in access.unreached:
+                raise UsageError(
+                    f"MSCCL++ maps the memory of peers, and {pair[0]} has no peer access to {pair[1]}; allow it, or "
+                    "run the plan with a communicator, whose messages need none"
+                )
+            if pair in access.unwritten:
+                raise UsageError(
+                    f"MSCCL++ signals by writing to peers, and writes of {pair[0]} to {pair[1]} never end; run the "
+                    "plan with a communicator"
+                )
+    moved: Counter[tuple[int, int, str]] = Counter()
+    for rank, own in enumerate(made):
+        for block in own:
+            for step in (*block.before, *block.body):
+                for places, kind in ((step.reads, "pull"), (step.writes, "push")):
+                    for place in places:
+                        if place.peer is not None and place.kind == MEMORY:
+                            ends = (place.peer, rank) if kind == "pull" else (rank, place.peer)
+                            moved[(*ends, kind)] += place.size
+    by_channel = sorted(topology.links, key=lambda link: link.channel == "nvlink")
+    direct = {(link.src, link.dst): link for link in by_channel if link.access}
+    seconds: dict[tuple[str, str], float] = {}
+    slow: dict[str, None] = {}
+    for (src, dst, kind), chunks in sorted(moved.items()):
+        pair = ranks[src], ranks[dst]
+        link = direct.get(pair)
+        if link is None:
+            if kind == "push" and pair in access.pulled:
+                slow[f"{pair[0]}>{pair[1]} pushed, which is slower than pulled"] = None
+            continue
+        rate = link.push if kind == "push" else link.pull
+        if rate is None:
+            raise UsageError(
+                f"MSCCL++ has {pair[1]} read the memory of {pair[0]} here, and such reads never end; run the plan with "
+                "a communicator"
+            )
+        seconds[pair] = seconds.get(pair, 0.0) + chunks / cut.count / rate
+        if rate < link.bandwidth:
+            slow[f"{pair[0]}>{pair[1]} {kind}ed at {rate:g} of {link.bandwidth:g} GB/s"] = None
+    limit = 1 / max(seconds.values()) if seconds else math.inf
+    named = (
+        (f"in the file {listed(slow, noun='accesses')}; the windows engine takes the faster access",)
+        if slow
+        else ()
+    )
+    return limit, named
+
+
 def _largest(cut: Chunking) -> int:
     """Return the largest buffer in bytes: below `MAX_BUFFER_BYTES`, and a multiple of the chunks."""
     step = ALIGNMENT * cut.count
@@ -409,12 +472,21 @@ def _notes(
     channels = max(sum(map(len, peers.values())) for peers in wires.peers)
     scratch = Fraction(max(wires.scratch) * (4 if packets else 1), cut.count)
     busiest = max(block.remote_chunks for own in made for block in own) / cut.count * rate
+    limit, slow = _access_limit(plan, cut, made, wires)
+    if limit < rate * (1 - TOLERANCE):
+        kept, busiest = (
+            f"at most {limit:.6g} GB/s, {limit / plan.rate:.2%} of the plan's",
+            busiest * limit / rate,
+        )
+    else:
+        kept = kept_rate(plan, part)
     return (
-        f"{kept_rate(plan, part)}; {cut.count} chunks, so buffers are multiples of {ALIGNMENT * cut.count} "
+        f"{kept}; {cut.count} chunks, so buffers are multiples of {ALIGNMENT * cut.count} "
         f"bytes, up to {_largest(cut)}",
         f"a GPU takes up to {max(map(len, made))} blocks, {channels} channels and {_scratch(scratch)} of scratch",
         f"at that rate its busiest block reads and writes {busiest:.4g} GB/s of its peers' memory",
         *(("switches add and copy, which needs GPUs of sm_90 or later",) if switched else ()),
+        *slow,
     )
 
 

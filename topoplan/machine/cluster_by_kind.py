@@ -25,6 +25,7 @@ from typing import NamedTuple, cast
 
 from topoplan.errors import UsageError
 from topoplan.machine.cluster_network import ClusterNetwork, join_servers
+from topoplan.machine.half_duplex import split
 from topoplan.machine.nic_wiring import NicPort, WiredServer
 from topoplan.machine.topology import Device, Link, Topology, check_memory
 
@@ -335,7 +336,7 @@ class ClusterByKind:
                 if not self.gpus_of_kind[kind]
             }
         every = sorted(weights)
-        topology = self.joined(every, [weights[server] for server in every])
+        topology = split(self.joined(every, [weights[server] for server in every]))
         return ClusterSample(self, topology, tuple(chosen[server] for server in order), tuple(order))
 
     def listed(self) -> Topology:

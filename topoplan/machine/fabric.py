@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from topoplan.errors import InfeasibleError, TopologyError, UsageError
+from topoplan.machine.half_duplex import split
 from topoplan.machine.routing import NOT_FORWARDING, RouteGraph, Transit, staged
 from topoplan.machine.topology import Link, Topology
 from topoplan.units import exact
@@ -80,12 +81,16 @@ class Arc(NamedTuple):
 class Fabric:
     """Ranks and usable directed links of an allocation.
 
-    ``topology`` has only the allocation's GPUs (see `Topology.subset`); ``channels`` are any of nvlink, pcie, network;
-    or all or all-staged, and network.
+    ``topology`` has only the allocation's GPUs (see `Topology.subset`), and is split where directions share a cap
+    (`topoplan.machine.half_duplex`); ``channels`` are any of nvlink, pcie, network; or all or all-staged, and network.
     """
 
     topology: Topology
     channels: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.topology.half_duplex:
+            object.__setattr__(self, "topology", split(self.topology))
 
     @cached_property
     def ranks(self) -> tuple[str, ...]:
@@ -110,8 +115,9 @@ class Fabric:
             for name in CHANNEL_LINKS[channel]
         }
         widest: dict[tuple[str, str, str], Link] = {}
+        refused = self.transit.refused
         for link in self.topology.links:
-            if link.channel in group:
+            if link.channel in group and (link.src, link.dst) not in refused:
                 ends = (link.src, link.dst, group[link.channel])
                 if ends not in widest or link.bandwidth > widest[ends].bandwidth:
                     widest[ends] = link
@@ -197,17 +203,22 @@ class Fabric:
 
     @cached_property
     def transit(self) -> Transit:
-        """Devices that do not forward data of other servers."""
+        """Restrictions of routes by servers and by peer access."""
         return Transit.of(self.topology)
 
     @cached_property
     def route_graph(self) -> RouteGraph:
         """The graph of searches for routes: states 0 to N - 1 are the ranks."""
-        return self.transit.graph(self.nodes, len(self.vertices), self.ends)
+        return self.transit.graph(self.nodes, len(self.vertices), self.ends, self.barred)
+
+    @cached_property
+    def barred(self) -> dict[int, frozenset[int]]:
+        """The ranks and helpers to which each one may copy through a CPU only, though shorter paths exist."""
+        return self.transit.without_access(self.nodes, len(self.vertices), self.ends)
 
     @property
     def has_transit(self) -> bool:
-        """Whether links lead through a third server that does not forward, so that not every path is a route."""
+        """Whether not every path is a route (see `topoplan.machine.routing`)."""
         return self.route_graph.ends is not self.ends
 
     @cached_property
@@ -285,6 +296,10 @@ class Fabric:
         """The arcs, and the omitted kinds: at most `MOST_LISTED` paths to each switch are extended."""
         graph = self.route_graph
         leaving = graph.leaving()
+        # Routes without peer access go up to a CPU and back down, and staged ones cross both directions of a cap.
+        halves = self.transit.halves
+        inner = range(len(self.vertices), len(self.nodes))
+        twice = {node for node in inner if self.barred or self.nodes[node] in halves}
         arcs = []
         left_out: set[str] = set()
         for tail in range(self.size):
@@ -296,7 +311,8 @@ class Fabric:
                 following = []
                 for state, path, visited in level:
                     for number, dst in leaving[state]:
-                        if graph.nodes[dst] in visited:
+                        place = -dst if graph.nodes[dst] in twice else graph.nodes[dst]
+                        if place in visited:
                             continue
                         ways[dst] = ways.get(dst, 0) + 1
                         links = len(path) + 1
@@ -307,7 +323,7 @@ class Fabric:
                         if dst < self.size:
                             found.setdefault(dst, []).append((*path, number))
                         else:
-                            following.append((dst, (*path, number), (*visited, graph.nodes[dst])))
+                            following.append((dst, (*path, number), (*visited, place)))
                 level = following
             for head in sorted(found):
                 arcs += [self.arc(path) for path in found[head]]

@@ -182,8 +182,46 @@ def _labelled(fabric: Fabric, labels: Sequence[tuple[str, float, float]]) -> Lab
             kinds[position[device.name]] += 2 * device.multicast + device.reduce
         if transit is not None and device.name in transit.ends and device.name in position:
             kinds[position[device.name]] += 16
+    if fabric.barred:
+        access = access_labels(fabric)
+        kinds = _numbered([(int(kind), access.get(node)) for node, kind in enumerate(kinds)])
     ends = np.array(fabric.ends, dtype=np.int64).reshape(-1, 2)
     return LabelledGraph(fabric.size, kinds, ends[:, 0], ends[:, 1], _numbered(marked))
+
+
+def access_labels(fabric: Fabric) -> dict[int, tuple[Any, ...]]:
+    """Return labels of nodes that permutations must keep so that copies without peer access stay such.
+
+    Ranks and helpers of a server that are refused access to the same others share a label, which also holds the
+    server's whole table: a permutation that maps servers to servers then keeps every pair. Devices that copies without
+    access may pass have one more label.
+    """
+    barred, transit = fabric.barred, fabric.transit
+    homes: dict[str, list[int]] = {}
+    for vertex, name in enumerate(fabric.vertices):
+        homes.setdefault(transit.servers[name], []).append(vertex)
+    label: dict[int, tuple[Any, ...]] = {}
+    for members in homes.values():
+        table = [[other in barred.get(one, ()) for other in members] for one in members]
+        if not any(map(any, table)):
+            continue
+        first: list[int] = []
+        for one in range(len(members)):
+            alike = (other for other in range(one) if _same_access(table, one, other))
+            first.append(next(alike, one))
+        key = tuple(map(tuple, table))
+        label |= {vertex: ("access", first[place], key) for place, vertex in enumerate(members)}
+    for node, name in enumerate(fabric.nodes[len(fabric.vertices) :], start=len(fabric.vertices)):
+        if name in transit.hosts:
+            label[node] = ("host", 0, ())
+    return {node: label.get(node, ("", 0, ())) for node in range(len(fabric.nodes))}
+
+
+def _same_access(table: Sequence[Sequence[bool]], one: int, other: int) -> bool:
+    """Return whether swapping two members leaves the table as it is."""
+    swap = {one: other, other: one}
+    every = range(len(table))
+    return all(table[a][b] == table[swap.get(a, a)][swap.get(b, b)] for a in every for b in every)
 
 
 def _numbered(labels: Sequence[tuple[Any, ...]]) -> Integers:
@@ -200,9 +238,14 @@ def machine_labelled_graph(topology: Topology, channels: Sequence[str]) -> Label
     latency; and the facts that decide which routes pass a third server.
     """
     fabric = Fabric(topology, tuple(channels))
+    topology = fabric.topology
     position = {name: i for i, name in enumerate(fabric.nodes)}
     devices = map(topology.device, fabric.nodes)
-    kinds = [(device.kind, device.multicast, device.reduce, device.forwards) for device in devices]
+    access = access_labels(fabric) if fabric.barred else {}
+    kinds = [
+        (device.kind, device.multicast, device.reduce, device.forwards, access.get(node, ()))
+        for node, device in enumerate(devices)
+    ]
     transit = fabric.transit if fabric.has_transit else None
     usable = {name for channel in channels for name in CHANNEL_LINKS[channel]}
     bundles: dict[tuple[int, int], list[tuple[str, float, int, float, bool]]] = {}

@@ -1,28 +1,34 @@
-"""Restrict routes: no transit through a third server, staging of PCIe copies in host memory.
+"""Restrict routes: no transit through a third server, peer access by pair, staging of PCIe copies in host memory.
 
 A host does not forward RDMA unless `Device.forwards` says so. A route therefore leaves the server of its first rank
 once and ends in the first server whose NIC or CPU it enters. Ranks and helpers store and forward, which ends one tree
 edge and begins the next. The graph of routes has a state for every device and phase: `OWN` in the server of the last
 rank, `FREE` beyond it, `ENDING` in a server that the route cannot leave. Its paths are exactly the allowed routes. A
-fabric in which no simple path leads through a third server has one state for each device.
+fabric in which every simple path is a route has one state for each device.
 
 GPUs without peer access over PCIe, or that keep the peer access of NVLink, copy through pinned memory of a CPU. Both
-copies cross links of the PCIe tree, and no switch below the CPU turns them around: `staged`.
+copies cross links of the PCIe tree, and no switch below the CPU turns them around: `staged`. If only some pairs have no
+access (`refused_pairs`), the routes between those alone pass a CPU: a state then also says from which GPUs it comes
+until a CPU, NIC or network switch is passed. In a staged machine the two directions of a link that share a cap
+(`topoplan.machine.half_duplex`) are crossed by one route, and a state in their devices says from which end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from topoplan.errors import UsageError
-from topoplan.machine.topology import PULLS, UNREACHED, UNWRITTEN, Device, Link, Topology
+from topoplan.machine.topology import PULLS, REFUSED, UNREACHED, UNWRITTEN, Device, Link, Topology, facts
 
 NOT_FORWARDING = ("nic", "cpu")
 """Kinds of devices that carry data of their own server alone, unless ``forwards`` is set."""
 
 OWN, FREE, ENDING = range(3)
+
+State = tuple[int, int, int, int]
+"""Device, phase, number of the set of vertices to which access is refused, and device before a shared cap or -1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +64,16 @@ class Transit:
     """Servers of a machine's devices, and which of its devices do not forward.
 
     ``servers`` is empty for switches between servers; ``ends`` are NICs and CPUs of servers that do not forward;
-    ``vertices`` are GPUs and helpers.
+    ``vertices`` are GPUs and helpers. ``refused`` are `refused_pairs`, ``hosts`` the devices that copies without peer
+    access may pass, ``halves`` the devices of caps that one route may cross both ways.
     """
 
     servers: Mapping[str, str]
     ends: frozenset[str]
     vertices: frozenset[str]
+    refused: frozenset[tuple[str, str]]
+    hosts: frozenset[str]
+    halves: frozenset[str]
 
     @classmethod
     def of(cls, topology: Topology) -> Transit:
@@ -73,6 +83,11 @@ class Transit:
             {device.name: device.server for device in devices},
             frozenset(d.name for d in devices if d.kind in NOT_FORWARDING and d.server and not d.forwards),
             frozenset(d.name for d in devices if d.kind in ("gpu", "helper")),
+            refused_pairs(topology),
+            frozenset(d.name for d in devices if d.kind in ("cpu", "nic", "switch")),
+            frozenset(d.name for d in devices if d.facts and d.fact("shared"))
+            if _is_staged(devices)
+            else frozenset(),
         )
 
     def joins(self, link: Link) -> bool:
@@ -102,21 +117,73 @@ class Transit:
             start = stop
         return None
 
-    def graph(self, nodes: Sequence[str], vertices: int, ends: tuple[tuple[int, int], ...]) -> RouteGraph:
+    def unable(self, route: Sequence[str]) -> str:
+        """Return why no copy takes a route between two ranks, source first, in words; empty if one may.
+
+        Transit through a third server is not judged here (`foreign`).
+        """
+        if (route[0], route[-1]) in self.refused and self.hosts.isdisjoint(route[1:-1]):
+            return (
+                f"needs peer access from {route[0]} to {route[-1]}, which is refused; lead it through a CPU"
+            )
+        for before, part, after in zip(route, route[1:], route[3:], strict=False):
+            if part in self.halves and before not in self.halves and whole_name(before) == whole_name(after):
+                return f"turns around between {before} and {after}; a staged copy passes the CPU"
+        return ""
+
+    def without_access(
+        self, nodes: Sequence[str], vertices: int, ends: Iterable[tuple[int, int]]
+    ) -> dict[int, frozenset[int]]:
+        """Return for each vertex those to which a path leads that needs peer access, and that is refused it."""
+        if not self.refused:
+            return {}
+        position = {name: place for place, name in enumerate(nodes)}
+        wanted: dict[int, set[int]] = {}
+        for one, other in self.refused:
+            if one in position and other in position:
+                wanted.setdefault(position[one], set()).add(position[other])
+        leaving: list[list[int]] = [[] for _ in nodes]
+        for src, dst in ends:
+            leaving[src].append(dst)
+        found = {}
+        for start, heads in sorted(wanted.items()):
+            reached, frontier = {start}, [start]
+            for node in frontier:
+                for dst in leaving[node]:
+                    if dst not in reached:
+                        reached.add(dst)
+                        if dst >= vertices and nodes[dst] not in self.hosts:
+                            frontier.append(dst)
+            if barred := frozenset(heads & reached):
+                found[start] = barred
+        return found
+
+    def graph(
+        self,
+        nodes: Sequence[str],
+        vertices: int,
+        ends: tuple[tuple[int, int], ...],
+        barred: Mapping[int, frozenset[int]],
+    ) -> RouteGraph:
         """Return the graph of the routes over some links.
 
         ``nodes`` are devices, the ``vertices`` ranks and helpers first; ``ends`` are those of every link, as positions
-        in ``nodes``.
+        in ``nodes``. ``barred`` is what `without_access` returns.
         """
         server = [self.servers[name] for name in nodes]
         closed = [name in self.ends for name in nodes]
-        if not self._passable(server, closed, vertices, ends):
+        halves = [name in self.halves for name in nodes]
+        if not barred and not any(halves) and not self._passable(server, closed, vertices, ends):
             return RouteGraph(tuple(range(len(nodes))), ends, tuple(range(len(ends))))
+        host = [name in self.hosts for name in nodes]
+        whole = [whole_name(name) for name in nodes]
+        heads = (frozenset[int](), *sorted(set(barred.values()), key=sorted))
+        tag_of = {node: heads.index(those) for node, those in barred.items()}
         leaving: list[list[int]] = [[] for _ in nodes]
         for src, dst in ends:
             leaving[src].append(dst)
 
-        def after(phase: int, src: int, dst: int) -> int | None:
+        def phase_after(phase: int, src: int, dst: int) -> int | None:
             """Return the phase of a route after a link; None if it may not cross it."""
             if dst < vertices:
                 return None if phase == ENDING and server[src] != server[dst] else OWN
@@ -126,24 +193,39 @@ class Transit:
                 return None
             return ENDING if closed[dst] else FREE
 
-        reached = {(node, OWN) for node in range(vertices)}
+        def after(state: State, dst: int) -> State | None:
+            """Return the state of a route after a link; None if it may not cross it."""
+            src, phase, tag, entered = state
+            further = phase_after(phase, src, dst)
+            turns = halves[src] and not halves[dst] and whole[dst] == whole[entered]
+            if further is None or turns or dst in heads[tag]:
+                return None
+            if dst < vertices:
+                return dst, further, 0, -1
+            tag = 0 if host[dst] else tag_of.get(src, 0) if src < vertices else tag
+            return dst, further, tag, (entered if halves[src] else src) if halves[dst] else -1
+
+        reached: set[State] = {(node, OWN, 0, -1) for node in range(vertices)}
         frontier = sorted(reached)
-        for node, phase in frontier:
-            for dst in leaving[node]:
-                further = after(phase, node, dst)
-                if further is not None and (dst, further) not in reached:
-                    reached.add((dst, further))
-                    frontier.append((dst, further))
+        for state in frontier:
+            for dst in leaving[state[0]]:
+                following = after(state, dst)
+                if following is not None and following not in reached:
+                    reached.add(following)
+                    frontier.append(following)
         states = sorted(reached)
         number = {state: place for place, state in enumerate(states)}
+        states_of: list[list[State]] = [[] for _ in nodes]
+        for state in states:
+            states_of[state[0]].append(state)
         arcs = [
-            (link, number[src, phase], number[dst, further])
+            (link, number[state], number[following])
             for link, (src, dst) in enumerate(ends)
-            for phase in (OWN, FREE, ENDING)
-            if (src, phase) in number and (further := after(phase, src, dst)) is not None
+            for state in states_of[src]
+            if (following := after(state, dst)) is not None
         ]
         return RouteGraph(
-            tuple(node for node, _ in states),
+            tuple(state[0] for state in states),
             tuple((src, dst) for _, src, dst in arcs),
             tuple(link for link, _, _ in arcs),
         )
@@ -193,6 +275,15 @@ DOWNWARDS = ".down"
 """Suffix of a PCIe switch's name for its half that leads from the CPU to the GPUs."""
 
 
+def whole_name(name: str) -> str:
+    """Return the PCIe switch of which a device is the lower half, in a staged machine, or the device itself."""
+    return name.removesuffix(DOWNWARDS)
+
+
+def _is_staged(devices: Iterable[Device]) -> bool:
+    return any(device.kind == "pcie" and device.name.endswith(DOWNWARDS) for device in devices)
+
+
 def staged(topology: Topology) -> Topology:
     """Return the machine in which PCIe joins GPUs only through a CPU; a staged machine stays as it is.
 
@@ -200,8 +291,8 @@ def staged(topology: Topology) -> Topology:
     cuts and lengths apply to staged copies too. UsageError if a PCIe switch has no path to a CPU.
     """
     kinds = {device.name: device.kind for device in topology.devices}
-    switches = {name for name, kind in kinds.items() if kind == "pcie"}
-    if any(name.endswith(DOWNWARDS) for name in switches):
+    switches = {d.name for d in topology.devices if d.kind == "pcie" and not d.fact("shared")}
+    if _is_staged(topology.devices):
         return topology
     hops = _hops_to_a_cpu(topology, kinds)
     for name in switches:
@@ -249,7 +340,7 @@ def unstaged(topology: Topology) -> Topology:
 def without_peer_access(topology: Topology) -> Topology:
     """Return the machine `staged` with a note, if none of its GPUs has peer access (see `has_peer_access`).
 
-    If only some have none the machine stays as it is, and a plan may use links that the driver refuses.
+    If only some have none the machine stays as it is, and routes between `refused_pairs` pass a CPU.
     """
     gpus = [device for device in topology.devices if device.kind == "gpu"]
     if not gpus or any(has_peer_access(gpu) for gpu in gpus):
@@ -264,13 +355,72 @@ def without_peer_access(topology: Topology) -> Topology:
 STAGED_NOTE = "no peer access: copies over PCIe are planned by way of the CPUs' memory"
 
 
+def refused_pairs(topology: Topology) -> frozenset[tuple[str, str]]:
+    """Return the pairs of GPUs of a server, source first, whose copies must pass a CPU for lack of peer access.
+
+    Either names the other in the fact ``refused``, the destination names the source in ``unreached``, or one of the two
+    has no peer access at all (`has_peer_access`). Helpers that were GPUs count too.
+
+    >>> gpus = (Device("gpu0", "gpu", "s0", facts=(("refused", "gpu1"),)), Device("gpu1", "gpu", "s0"))
+    >>> sorted(refused_pairs(Topology("", gpus, ())))
+    [('gpu0', 'gpu1'), ('gpu1', 'gpu0')]
+    """
+    vertices = [device for device in topology.devices if device.kind in ("gpu", "helper")]
+    marked = [device for device in vertices if device.facts]
+    if not any(device.fact(key) for device in marked for key in (REFUSED, UNREACHED, "mig", "peer_access")):
+        return frozenset()
+    servers: dict[str, list[str]] = {}
+    for device in vertices:
+        servers.setdefault(device.server, []).append(device.name)
+    found: set[tuple[str, str]] = set()
+    for device in marked:
+        others = set(servers[device.server]) - {device.name}
+        refused = others if not has_peer_access(device) else set(named_peers(device, REFUSED, others))
+        found |= {pair for name in refused for pair in ((name, device.name), (device.name, name))}
+        found |= {(name, device.name) for name in named_peers(device, UNREACHED, others)}
+    return frozenset(found)
+
+
+def with_refused_pairs(topology: Topology, pairs: Iterable[tuple[str, str]]) -> Topology:
+    """Return the machine of one server with more pairs whose GPUs name each other in the fact ``refused``."""
+    named: dict[str, set[str]] = {}
+    for one, other in pairs:
+        named.setdefault(one, set()).add(other)
+        named.setdefault(other, set()).add(one)
+    if not named:
+        return topology
+    order = {name: place for place, name in enumerate(topology.gpus)}
+
+    def marked(gpu: Device) -> Device:
+        every = named[gpu.name] | set(named_peers(gpu, REFUSED, order))
+        return replace(
+            gpu, facts=facts(**dict(gpu.facts) | {REFUSED: ",".join(sorted(every, key=order.__getitem__))})
+        )
+
+    return replace(
+        topology, devices=tuple(marked(one) if one.name in named else one for one in topology.devices)
+    )
+
+
+def named_peers(gpu: Device, key: str, gpus: Collection[str]) -> Iterator[str]:
+    """Yield those of some GPUs that a fact names, without the server's name that a cluster puts before it."""
+    server = gpu.name.rpartition(".")[0]
+    for name in filter(None, gpu.fact(key).split(",")):
+        for full in (name, f"{server}.{name}"):
+            if full in gpus:
+                yield full
+                break
+
+
 def has_peer_access(gpu: Device) -> bool:
     """Return whether other GPUs may read a GPU's memory: not in MIG mode, nor if the fact ``peer_access`` is none."""
     return not gpu.fact("mig") and gpu.fact("peer_access") != "none"
 
 
 class MemoryAccess(NamedTuple):
-    """Pairs of GPUs, source first: the destination pulls the data; the source's writes never end; no copy ends."""
+    """Pairs of GPUs, source first: the destination pulls the data; the source's writes never end; no copy of a kernel
+    joins them, since none ends or peer access is refused.
+    """
 
     pulled: frozenset[tuple[str, str]]
     unwritten: frozenset[tuple[str, str]]
@@ -299,10 +449,10 @@ def memory_access(topology: Topology) -> MemoryAccess:
     }
     gpus = set(topology.gpus)
     for device in (one for one in topology.devices if one.kind == "gpu" and one.facts):
-        server = device.name.rpartition(".")[0]
         for key, pairs in found.items():
-            for name in filter(None, device.fact(key).split(",")):
-                pairs.add((name if name in gpus else f"{server}.{name}", device.name))
+            pairs |= {(name, device.name) for name in named_peers(device, key, gpus)}
+        for name in named_peers(device, REFUSED, gpus):
+            found[UNREACHED] |= {(name, device.name), (device.name, name)}
     return MemoryAccess(*(frozenset(found[key]) for key in (PULLS, UNWRITTEN, UNREACHED)))
 
 

@@ -65,6 +65,7 @@ FORMAT = "topoplan.topology/1"
 
 DEVICE_KINDS = ("gpu", "nvswitch", "pcie", "cpu", "nic", "switch", "helper")
 LINK_CHANNELS = ("nvlink", "pcie", "sys", "network", "c2c")
+HALF_DUPLEX_CHANNELS = ("pcie", "sys", "c2c")
 
 SLOWEST, FASTEST = 1e-6, 1e9
 """Range of links' bandwidths in GB/s: no machine is beyond it, and quotients of two links stay meaningful."""
@@ -90,7 +91,9 @@ FACTS = {
     "peer_access": "none if no other GPU of the server may read a GPU's memory, so that copies pass the CPU's",
     "pci": "vendor, device, subsystem vendor and subsystem device of a GPU, NIC or switch, such as 10de:1db1:10de:1212",
     "pulls": "GPUs of the server whose memory a GPU reads faster than they write its own, joined by commas",
+    "refused": "GPUs of the server with which a GPU has no peer access, joined by commas: copies pass a CPU's memory",
     "removed": "yes for a GPU that `Topology.remove_gpus` took out and that keeps its number",
+    "shared": "ends of the link of which a device is a part, since its directions share a cap, joined by a comma",
     "sm": "compute capability of an NVIDIA GPU without the dot, such as 70",
     "unreached": "GPUs of the server that send nothing to a GPU, since no copy ends, joined by commas",
     "unwritten": "GPUs of the server whose writes to a GPU's memory never end, joined by commas",
@@ -103,7 +106,7 @@ GPUs that no link of their own joins, whose ``push`` and ``pull`` would say so."
 REMOVED = "removed"
 """The fact of a GPU that was taken out and is not planned for."""
 
-ACCESS_FACTS = PULLS, UNREACHED, UNWRITTEN = "pulls", "unreached", "unwritten"
+ACCESS_FACTS = PULLS, REFUSED, UNREACHED, UNWRITTEN = "pulls", "refused", "unreached", "unwritten"
 """Facts of a GPU that name peers by how data comes from them."""
 
 IN_NETWORK = ("multicast", "reduce")
@@ -220,6 +223,9 @@ class Link:
         GB/s at which ``src`` writes the memory of ``dst``, and at which ``dst`` reads that of ``src``, of two GPUs for
         which they differ; None if such copies never end; both None if they are not stated. ``bandwidth`` is then at
         most the better of the two, and neither is above it.
+    shared : float or None
+        GB/s of this and the opposite link together, at least ``bandwidth``, equal on both; None if the two directions
+        do not share a cap. Of channels pcie, sys and c2c, without ``push`` and ``pull``.
 
     Raises
     ------
@@ -235,6 +241,7 @@ class Link:
     latency: float | None = None
     push: float | None = None
     pull: float | None = None
+    shared: float | None = None
 
     def __post_init__(self) -> None:
         where = f"link {self.src}->{self.dst}"
@@ -263,6 +270,8 @@ class Link:
             raise TopologyError(
                 f"{where}: latency {format_value(self.latency)} must be seconds, zero or more"
             )
+        if self.shared is not None:
+            self._check_shared(where)
         if self.push is None and self.pull is None:
             return
         for key, rate in (("push", self.push), ("pull", self.pull)):
@@ -275,6 +284,20 @@ class Link:
         object.__setattr__(self, "bandwidth", min(self.bandwidth, max(self.push or 0, self.pull or 0)))
         for key, rate in (("push", self.push), ("pull", self.pull)):
             object.__setattr__(self, key, rate and min(rate, self.bandwidth))
+
+    def _check_shared(self, where: str) -> None:
+        if not is_number(self.shared) or not SLOWEST <= self.shared <= FASTEST:
+            raise TopologyError(
+                f"{where}: shared must be a number of GB/s from {SLOWEST:g} to {FASTEST:g}, got "
+                f"{format_value(self.shared)}; leave it out if the directions do not share a cap"
+            )
+        if self.channel not in HALF_DUPLEX_CHANNELS or self.access:
+            kind = "push and pull" if self.access else f"channel {self.channel}"
+            raise TopologyError(
+                f"{where}: shared is a key of {', '.join(HALF_DUPLEX_CHANNELS)} links without push and pull, got "
+                f"{kind}; leave one of them out"
+            )
+        object.__setattr__(self, "bandwidth", min(self.bandwidth, self.shared))
 
     @property
     def pulls(self) -> bool:
@@ -292,6 +315,15 @@ class Link:
             return ""
         rates = (("push", self.push), ("pull", self.pull))
         return ", ".join(f"{key} {'never ends' if rate is None else f'{rate:g}'}" for key, rate in rates)
+
+    @property
+    def limits(self) -> str:
+        """Rates besides ``bandwidth`` in words: `access`, or the cap of both directions; empty if none is stated.
+
+        >>> Link("gpu0", "cpu0", "pcie", 43, shared=57).limits
+        '57 both ways together'
+        """
+        return self.access if self.shared is None else f"{self.shared:g} both ways together"
 
 
 def format_value(value: object) -> str:
@@ -376,6 +408,7 @@ class Topology:
             raise TopologyError(f"device name {repeated!r} is used twice; names must be unique")
         object.__setattr__(self, "_by_name", names)
         seen = set()
+        caps: dict[tuple[str, str, str], float | None] = {}
         for link in self.links:
             for end in (link.src, link.dst):
                 if end not in names:
@@ -388,6 +421,13 @@ class Topology:
                         f"{names[end].kind} {end}; leave them out"
                     )
             key = (link.src, link.dst, link.channel)
+            if (shared := caps.setdefault(key, link.shared)) != caps.get(
+                (link.dst, link.src, link.channel), shared
+            ):
+                raise TopologyError(
+                    f"link {link.src}->{link.dst} ({link.channel}): shared must be equal in both directions, got "
+                    f"{shared} and {caps[link.dst, link.src, link.channel]}; state the GB/s of both together on each"
+                )
             if key in seen:
                 raise TopologyError(
                     f"link {link.src}->{link.dst} ({link.channel}) is listed twice; "
@@ -399,6 +439,16 @@ class Topology:
     def gpus(self) -> tuple[str, ...]:
         """Names of the GPUs; position in this tuple is the GPU's number."""
         return tuple(device.name for device in self.devices if device.kind == "gpu")
+
+    @cached_property
+    def half_duplex(self) -> bool:
+        """Whether the two directions of some link share a cap."""
+        return any(link.shared is not None for link in self.links)
+
+    @property
+    def splits_links(self) -> bool:
+        """Whether devices stand for a cap of both directions of a link (`topoplan.machine.half_duplex`)."""
+        return any(device.facts and device.fact("shared") for device in self.devices)
 
     @cached_property
     def servers(self) -> tuple[str, ...]:
@@ -632,10 +682,10 @@ class Topology:
             A node for each device, by its name, with the attributes ``kind``, ``server``, ``model``, ``busid``,
             ``numa``, ``multicast``, ``reduce``, ``facts`` (a dict of texts) and, if not empty, ``capable`` (a list of
             texts) and ``forwards`` of `Device`. An edge for each link, its key the channel, with the attributes
-            ``channel``, ``bandwidth`` (GB/s), ``count``, ``latency`` (s) and, if stated, ``push`` and ``pull`` of
-            `Link`, and ``position``, its place among the links of the machine, since a graph keeps none. Attributes of
-            the graph: ``name``, ``source``, ``notes`` (a list of texts), ``peer_access`` (a dict of seconds by number
-            of GPUs).
+            ``channel``, ``bandwidth`` (GB/s), ``count``, ``latency`` (s) and, if stated, ``push``, ``pull`` and
+            ``shared`` of `Link`, and ``position``, its place among the links of the machine, since a graph keeps none.
+            Attributes of the graph: ``name``, ``source``, ``notes`` (a list of texts), ``peer_access`` (a dict of
+            seconds by number of GPUs).
 
         Examples
         --------
@@ -670,6 +720,8 @@ class Topology:
         for position, link in enumerate(self.links):
             left_out = ("src", "dst") if link.access else ("src", "dst", "push", "pull")
             known = {key: getattr(link, key) for key in _LINK_DEFAULTS if key not in left_out}
+            if link.shared is None:
+                del known["shared"]
             graph.add_edge(link.src, link.dst, key=link.channel, **known, position=position)
         return graph
 

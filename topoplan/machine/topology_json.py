@@ -211,6 +211,7 @@ _LINK_KEYS = {
     "latency": _or_null(NUMBER),
     "push": _or_null(NUMBER),
     "pull": _or_null(NUMBER),
+    "shared": _or_null(NUMBER),
 }
 
 
@@ -330,6 +331,11 @@ def _link(item: object, where: str) -> Link:
         raise TopologyError(
             f"{where}: bandwidth must be at least {better:g}, the better of push and pull, got {link.bandwidth:g}; "
             "correct one of them"
+        )
+    if link.shared is not None and cast("float", stated["bandwidth"]) > link.shared:
+        raise TopologyError(
+            f"{where}: shared must be at least the bandwidth of one direction, {stated['bandwidth']:g} GB/s, got "
+            f"{link.shared:g}; correct one of them"
         )
     return link
 

@@ -22,10 +22,13 @@ from dataclasses import replace
 from itertools import chain
 
 from topoplan.errors import UsageError
+from topoplan.machine.half_duplex import merged, whole_ends
 from topoplan.machine.topology import (
     FASTEST,
     IN_NETWORK,
+    REFUSED,
     SLOWEST,
+    UNREACHED,
     Device,
     Topology,
     TopologyLike,
@@ -41,7 +44,10 @@ def equivalent_servers(topology: Topology) -> tuple[tuple[str, ...], ...]:
     parts: dict[str, Counter[Hashable]] = {server: Counter() for server in topology.servers}
     for device in topology.devices:
         if device.server:
-            local = replace(device, name=_local(device.name, device.server), server="", busid="", facts=())
+            kept = tuple(
+                fact for fact in device.facts if fact[0] in (REFUSED, UNREACHED, "mig", "peer_access")
+            )
+            local = replace(device, name=_local(device.name, device.server), server="", busid="", facts=kept)
             parts[device.server][local] += 1
     for link in topology.links:
         for server in {home[link.src], home[link.dst]} - {""}:
@@ -49,7 +55,7 @@ def equivalent_servers(topology: Topology) -> tuple[tuple[str, ...], ...]:
                 _local(end, server) if home[end] == server else f" {topology.device(end).kind}"
                 for end in (link.src, link.dst)
             )
-            rates = (link.bandwidth, link.push, link.pull, link.latency)
+            rates = (link.bandwidth, link.push, link.pull, link.shared, link.latency)
             parts[server][ends, link.channel, link.count, rates] += 1
     groups: dict[Hashable, list[str]] = {}
     for server, part in parts.items():
@@ -304,7 +310,14 @@ def remaining_gpus(topology: Topology, without: Collection[int]) -> tuple[int, .
 
 
 def find_links(topology: Topology, wire: str) -> frozenset[Ends]:
-    """Return the directed links that a wire's name means; UsageError, with the nearest name, if there are none."""
+    """Return the directed links that a wire's name means; UsageError, with the nearest name, if there are none.
+
+    A wire whose directions share a cap is its links at both ends in a split machine (`topoplan.machine.half_duplex`).
+    """
+    whole = merged(topology)
+    if whole is not topology:
+        meant = find_links(whole, wire)
+        return frozenset(ends for ends, natural in whole_ends(topology).items() if natural in meant)
     if "->" in wire:
         splits = [tuple(wire.split("->", 1))]
     else:

@@ -5,7 +5,8 @@ as possible, and through no other GPU. If peer access is refused, the driver sta
 and down again, even below one PCIe switch.
 
 Hardware stripes a copy over parallel NVSwitches, so a route is a sequence of stages and a stage is one or several
-links. Over PCIe a copy takes one path: at each device the widest link.
+links. Over PCIe a copy takes one path: at each device the widest link. A single copy does not feel a cap on both
+directions of a link together.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from topoplan.machine.fabric import Fabric
+from topoplan.machine.half_duplex import without_caps
 from topoplan.machine.topology import Link, Topology
 
 PathStep = tuple[Link, int, int]
@@ -66,6 +68,7 @@ class CopyRoutes:
     """
 
     def __init__(self, topology: Topology) -> None:
+        topology = without_caps(topology)
         self._gpus = set(topology.gpus)
         self._switches = {device.name for device in topology.devices if device.kind == "switch"}
         self._cpus = tuple(device.name for device in topology.devices if device.kind == "cpu")

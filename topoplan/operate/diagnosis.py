@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from topoplan.errors import Note, kind_of, warning
-from topoplan.machine.routing import has_peer_access, unstaged
-from topoplan.machine.topology import Device, Link, Topology, TopologyLike, as_topology
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.routing import has_peer_access, named_peers, refused_pairs, unstaged
+from topoplan.machine.topology import REFUSED, Device, Link, Topology, TopologyLike, as_topology
 from topoplan.machine.variants import equivalent_servers
 from topoplan.operate.faults import SLOW, Ends, Fault, Kind, compared, lower_median, most_have
 from topoplan.operate.resemblance import (
@@ -35,7 +36,7 @@ from topoplan.operate.resemblance import (
     wire_of_model,
 )
 from topoplan.reading.pcie_tree import CODES, relation_matrix
-from topoplan.units import counted, name_ranges
+from topoplan.units import counted, listed, name_ranges
 
 SOCKETS, MOST_NODES = 2, 4
 """Most NUMA nodes with GPUs, and in all, that are taken for sockets; with more, a socket has several nodes."""
@@ -244,7 +245,29 @@ def _divided(server: Topology, _found: Resemblance) -> list[Fault]:
     if barred:
         state = "no peer access: copies pass the CPU's memory"
         faults.append(Fault("no peer access", barred, state, "peer access (ACS off, one container)"))
+    refused: dict[tuple[str, ...], list[str]] = {}
+    lost = _pairs_that_lose_routes(server)
+    for gpu in server.gpus:
+        if gpu not in barred and not divided[gpu]:
+            peers = named_peers(server.device(gpu), REFUSED, server.gpus)
+            refused.setdefault(tuple(peer for peer in peers if (gpu, peer) in lost), []).append(gpu)
+    for others, gpus in refused.items():
+        if others:
+            state = f"no peer access to {listed(others).lower()}: copies pass the CPU's memory"
+            faults.append(Fault("no peer access", tuple(gpus), state, "peer access (ACS off, one container)"))
     return faults
+
+
+def _pairs_that_lose_routes(server: Topology) -> frozenset[tuple[str, str]]:
+    """Return the pairs without peer access that a route without a CPU would join."""
+    refused = refused_pairs(server)
+    found = {(link.src, link.dst) for link in server.links} & refused
+    for channel in ("nvlink", "pcie") if refused else ():
+        fabric = Fabric(server, (channel,))
+        found |= {
+            (fabric.vertices[a], fabric.vertices[b]) for a, heads in fabric.barred.items() for b in heads
+        }
+    return frozenset(found)
 
 
 MOST = 3 / 4

@@ -68,7 +68,7 @@ class HopLoads:
 
     def __init__(self, topology: Topology, channels: str = "auto") -> None:
         self.fabric: Fabric = usable_fabric(topology, channels=channels)
-        self.topology = topology
+        self.topology = topology = self.fabric.topology
         self.ways = NcclServerRoutes(topology, self.fabric)
         self.links = topology.links
         self.capacity = self.ways.capacity

@@ -15,9 +15,10 @@ from functools import cached_property
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric, usable_fabric
+from topoplan.machine.half_duplex import split
 from topoplan.machine.topology import Topology, TopologyLike, as_topology
 from topoplan.plans.certificates.certificate import Certificate, Trivial
-from topoplan.plans.loads import forest_rate
+from topoplan.plans.loads import forest_rate, initiator_notes
 from topoplan.plans.plan import COLLECTIVES, Plan, check_collective, root_rank
 from topoplan.plans.shards import ImageShards, Shard, Stage
 from topoplan.units import nearest_float
@@ -62,7 +63,8 @@ class Allocation:
     @cached_property
     def topology(self) -> Topology:
         """The machine without its other GPUs, as a plan states it."""
-        return self.machine.subset(self.gpus).settled()
+        chosen = self.machine.subset(self.gpus).settled()
+        return split(chosen) if chosen.half_duplex else chosen
 
     def fabric(self, channels: str = "auto") -> Fabric:
         """Return the first choice of links that joins the ranks as the collective needs (see `usable_fabric`)."""
@@ -101,7 +103,7 @@ def build_plan(
         rate=math.inf if rate is None else nearest_float(rate),
         bound=bound,
         certificate=certificate,
-        notes=tuple(notes),
+        notes=(*notes, *initiator_notes(shards, fabric)),
     )
 
 

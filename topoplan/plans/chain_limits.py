@@ -299,7 +299,7 @@ def _link_lengths(given: Iterable[tuple[str, str, int]], fabric: Fabric) -> list
     """Return the length of every link; PlanError if one is below 0 or too large to add."""
     known = {(src, dst): length for src, dst, length in given}
     lengths = [known.get((link.src, link.dst), 0) for link in fabric.links]
-    if min(lengths, default=0) < 0 or sum(lengths) * fabric.size >= UNREACHABLE:
+    if min(lengths, default=0) < 0 or 2 * sum(lengths) * fabric.size >= UNREACHABLE:
         raise PlanError("lengths of a chain limit must be whole numbers from 0 on, and small enough to add")
     return lengths
 

@@ -10,7 +10,7 @@ before it once for all of them; if they meet at a switch that can add (`reduce`)
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from math import lcm
@@ -20,14 +20,17 @@ import numpy as np
 from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import link_images, link_orbits
+from topoplan.machine.routing import memory_access
+from topoplan.machine.topology import PULLS
 from topoplan.plans.shards import Edge, ImageParts, ImageShards, Shard, Stage, shard_counts
+from topoplan.units import listed
 
 
 def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
     """Return the indices of the links that data crosses on an edge, in the order of crossing.
 
-    PlanError if the route does not join the edge's ranks, the edge's channel has no such link, or the route passes a
-    device of a third server that does not forward.
+    PlanError if the route does not join the edge's ranks, the edge's channel has no such link, the route passes a
+    device of a third server that does not forward, or no copy can take it for lack of peer access.
     """
     if len(edge.route) < 2 or (edge.route[0], edge.route[-1]) != (
         fabric.vertices[edge.parent],
@@ -62,7 +65,41 @@ def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
             f'rank of that server, or state "forwards": true of the device',
             rank=edge.child,
         )
+    unable = fabric.transit.unable(devices)
+    if unable:
+        raise PlanError(
+            f"the route {'-'.join(edge.route)} of edge {edge.parent}->{edge.child} {unable}", rank=edge.child
+        )
     return tuple(crossed)
+
+
+def initiator_notes(shards: Iterable[Shard], fabric: Fabric) -> list[str]:
+    """Return which edges are not pushed by their source, in words; nothing if all are.
+
+    On pairs whose destination reads faster than the source writes, the destination pulls
+    (`topoplan.machine.routing.memory_access`); pairs without peer access copy through a CPU's memory.
+    """
+    topology, vertices = fabric.topology, fabric.vertices
+    stated = any(link.pulls for link in topology.links) or any(
+        d.fact(PULLS) for d in topology.devices if d.facts
+    )
+    pulled = memory_access(topology).pulled if stated else frozenset[tuple[str, str]]()
+    hosted = {(vertices[a], vertices[b]) for a, heads in fabric.barred.items() for b in heads}
+    if not pulled and not hosted:
+        return []
+    ends = {
+        (edge.child, edge.parent) if stage.op == "reduce" else (edge.parent, edge.child)
+        for shard in shards
+        for stage in shard.stages
+        for edge in stage.edges
+    }
+    pairs = [(vertices[a], vertices[b]) for a, b in sorted(ends)]
+    kinds = (
+        ("pulled by their destination, which reads faster than the source writes", pulled - hosted),
+        ("copied through a CPU's memory, without peer access", hosted),
+    )
+    named = [(words, [f"{a}>{b}" for a, b in pairs if (a, b) in those]) for words, those in kinds]
+    return [f"{listed(names, noun='edges')}: {words}" for words, names in named if names]
 
 
 def stage_links(stage: Stage, fabric: Fabric) -> list[int]:

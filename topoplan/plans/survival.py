@@ -20,6 +20,7 @@ from typing import Self
 from topoplan.errors import InfeasibleError, PlanError, TopologyError, UsageError
 from topoplan.machine import variants
 from topoplan.machine.fabric import Fabric, usable_fabric
+from topoplan.machine.half_duplex import caps, whole_ends
 from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.certificate import OneFabric
 from topoplan.plans.file_values import read_list, read_object, read_text, read_whole
@@ -152,12 +153,20 @@ def single_failures(fabric: Fabric) -> tuple[MachineFailure, ...]:
     gpus = [MachineFailure("gpu", name) for name in fabric.ranks]
     cable_of = {ends: name for name, every in variants.cables(fabric.topology).items() for ends in every}
     wires: dict[frozenset[str], str] = {}
+    ends_of = whole_ends(fabric.topology)
     for link in fabric.links:
-        one, other = variants.nic_name(link.src), variants.nic_name(link.dst)
+        if (link.src, link.dst) not in ends_of:
+            continue
+        one, other = map(variants.nic_name, ends_of[link.src, link.dst])
         if one != other:
             wires.setdefault(frozenset((one, other)), cable_of.get((link.src, link.dst), f"{one}-{other}"))
     links = [MachineFailure("link", wire) for wire in dict.fromkeys(wires.values())]
-    rest = [variants.nic_name(name) for name in fabric.nodes[fabric.size :] if kinds[name] in LOSABLE_KINDS]
+    parts = {end for link in caps(fabric.topology) for end in (link.src, link.dst)}
+    rest = [
+        variants.nic_name(name)
+        for name in fabric.nodes[fabric.size :]
+        if kinds[name] in LOSABLE_KINDS and name not in parts
+    ]
     return (*gpus, *links, *(MachineFailure("device", name) for name in dict.fromkeys(rest)))
 
 

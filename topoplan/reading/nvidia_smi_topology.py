@@ -47,7 +47,7 @@ from topoplan.machine.hardware import (
     compute_capability,
 )
 from topoplan.machine.host_topology import both_ways, cpus_of, host_links
-from topoplan.machine.routing import without_peer_access
+from topoplan.machine.routing import with_refused_pairs, without_peer_access
 from topoplan.machine.topology import Device, Link, Topology, facts, without_bare_switches
 from topoplan.reading.nvidia_smi_matrix import ConnectionMatrix, read_access, read_matrix
 from topoplan.reading.pcie_tree import CODES, PcieTree, infer_pcie_tree
@@ -298,7 +298,7 @@ def with_refused_access(machine: Topology, refused: Mapping[tuple[str, str], str
     """Apply the pairs of GPUs without peer access that ``nvidia-smi topo -p2p`` prints, each once with its code.
 
     NVLinks between two such GPUs are left out, and a GPU without access to any other has no link to an NVSwitch. PCIe
-    is staged if no GPU has access; a note names the pairs if only some have none.
+    is staged if no GPU has access; if only some pairs have none, their GPUs and a note name them.
     """
     gone: set[tuple[str, str]] = set()
     notes: list[str] = []
@@ -335,7 +335,9 @@ def with_refused_access(machine: Topology, refused: Mapping[tuple[str, str], str
         elif denied:
             names = listed(name for name in machine.gpus if name in denied)
             notes.append(
-                warning(f"{gpu}: access over NVLink is refused to {names}; the plan may use it all the same")
+                warning(
+                    f"{gpu}: access over NVLink is refused to {names}; copies there go through a CPU's memory"
+                )
             )
     if len(barred) < len(machine.gpus):
         notes += [
@@ -355,6 +357,7 @@ def with_refused_access(machine: Topology, refused: Mapping[tuple[str, str], str
         for device in machine.devices
     )
     left = replace(machine, devices=devices, links=links, notes=(*notes, *machine.notes))
+    left = with_refused_pairs(left, (pair for pair in refused if barred.isdisjoint(pair)))
     return without_peer_access(without_bare_switches(left))
 
 

@@ -3,8 +3,8 @@
 Direction is by what a test does, and not by what it prints: nvbandwidth's arrows point the other way. In its read test
 the row fetches from the column, in its write test the row stores into the column; p2pBandwidthLatencyTest with
 ``P2P Writes`` stores from the row into the column, with ``P2P Reads`` it fetches. So a store of row i and column j is
-a push from i to j, a fetch a pull from j to i. Bidirectional tables add up both directions, and those of latency, of
-host memory and of a GPU's own memory are of no pair: they are left out.
+a push from i to j, a fetch a pull from j to i. Bidirectional tables of p2pBandwidthLatencyTest add up both directions;
+those of nvbandwidth, and tables of latency, of host memory and of a GPU's own memory, are left out.
 
 A pair without peer access is copied through the host by p2pBandwidthLatencyTest, and left out (``N/A``) by nvbandwidth,
 which waives a test without any pair.
@@ -43,8 +43,8 @@ class MeasuredRates:
     """Rates of pairs as one program measured them.
 
     ``push`` and ``pull`` are of copies that the source stores and the destination fetches, ``hosted`` the pairs that
-    were copied through the host. ``busids`` are those of the GPUs by number, empty if not printed. ``notes`` say what
-    was left out.
+    were copied through the host, and ``refused`` those of them without peer access. ``together`` adds up copies both
+    ways at once. ``busids`` are those of the GPUs by number, empty if not printed. ``notes`` say what was left out.
     """
 
     method: str
@@ -54,6 +54,8 @@ class MeasuredRates:
     hosted: frozenset[tuple[int, int]] = frozenset()
     busids: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    refused: frozenset[tuple[int, int]] = frozenset()
+    together: Rates = field(default_factory=dict)
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
@@ -127,7 +129,13 @@ def _of_latency_test(text: str) -> MeasuredRates:
         undirected = _pairs(enabled[""])
         push = {(i, j): min(rate, undirected.get((j, i), rate)) for (i, j), rate in undirected.items()}
         notes.append("the table does not state its direction: both directions of a pair get the slower rate")
-    hosted = {pair for pair, allowed in access.items() if allowed == 0}
+    refused = hosted = {pair for pair, allowed in access.items() if allowed == 0}
+    both: dict[tuple[int, int], float] = {}
+    measured, counts = "Enabled" if enabled else "Disabled", {size for _, size in tables}
+    for kind, table in found.items():
+        if kind[:2] == ("Bidirectional", measured) and sizes[kind] in counts:
+            for (i, j), rate in _pairs(table).items():
+                both[i, j] = both[j, i] = max(rate, both.get((i, j), 0.0))
     if not enabled:
         push = _pairs(staged)
         hosted = set(push)
@@ -140,6 +148,8 @@ def _of_latency_test(text: str) -> MeasuredRates:
         frozenset(hosted & {*push, *pull}),
         _busids(text),
         tuple(notes),
+        frozenset(refused & {*push, *pull}),
+        both,
     )
 
 

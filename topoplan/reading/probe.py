@@ -44,7 +44,12 @@ from topoplan.reading.probe_devices import (
     kernel_tree,
 )
 from topoplan.reading.probe_driver import Driver, read_driver
-from topoplan.reading.probe_nvlinks import gpus_without_peer_access, nvlink_bundles, refused_access
+from topoplan.reading.probe_nvlinks import (
+    gpus_without_peer_access,
+    nvlink_bundles,
+    refused_access,
+    refused_peers,
+)
 from topoplan.units import listed
 
 MOST_AGE = 24 * 3600.0
@@ -278,6 +283,7 @@ def describe_host(driver: Driver, sysfs: Sysfs, name: str) -> Host:
         side = driver_tree(driver)
     used = sorted({device.cpu for device in side.tree})
     barred = gpus_without_peer_access(driver)
+    refused = refused_peers(driver, bundles)
     access = refused_access(driver, bundles, {device.busid: device.cpu for device in side.tree})
     fabric = [f"warning: gpu{gpu.index}: NVLink fabric: {gpu.fabric}" for gpu in driver.gpus if gpu.fabric]
     return Host(
@@ -296,6 +302,7 @@ def describe_host(driver: Driver, sysfs: Sysfs, name: str) -> Host:
                     uuid=gpu.uuid,
                     mig=",".join(gpu.mig or ()),
                     peer_access="none" if gpu.index in barred else None,
+                    refused=",".join(f"gpu{peer}" for peer in refused.get(gpu.index, ())),
                 ),
             )
             for gpu in driver.gpus

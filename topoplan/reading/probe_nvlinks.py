@@ -61,6 +61,27 @@ def gpus_without_peer_access(driver: Driver) -> frozenset[int]:
     )
 
 
+def refused_peers(
+    driver: Driver, bundles: Mapping[str, Collection[NvlinkBundle]]
+) -> dict[int, tuple[int, ...]]:
+    """Return the GPUs to which each GPU's access is refused, over all links or at an NVSwitch, by index.
+
+    GPUs without access to any other are left out. Pairs that the driver refuses NVLink and that no switch joins have
+    no NVLinks any more, and may have access over PCIe.
+    """
+    alone = gpus_without_peer_access(driver)
+    switched = {gpu.index for gpu in driver.gpus if any(b.end == "nvswitch" for b in bundles[gpu.busid])}
+    found: dict[int, set[int]] = {}
+    for first, second in (
+        *driver.refused,
+        *(pair for pair in driver.refused_nvlink if set(pair) <= switched),
+    ):
+        if not {first, second} & alone:
+            found.setdefault(first, set()).add(second)
+            found.setdefault(second, set()).add(first)
+    return {index: tuple(sorted(peers)) for index, peers in found.items()}
+
+
 def without_refused_nvlinks(
     driver: Driver, bundles: Mapping[str, list[NvlinkBundle]]
 ) -> tuple[dict[str, list[NvlinkBundle]], list[str]]:
@@ -93,7 +114,7 @@ def without_refused_nvlinks(
             )
         else:
             notes.append(
-                f"warning: gpu{index}: access over NVLink is refused to {names}; the plan may use it all the same"
+                f"warning: gpu{index}: access over NVLink is refused to {names}; copies there go through a CPU's memory"
             )
     return bundles, notes
 

@@ -28,7 +28,7 @@ from itertools import combinations, islice, permutations
 from topoplan.errors import TopologyError, warning
 from topoplan.machine.hardware import PCIE_X16, SOCKET, checked_rate
 from topoplan.machine.host_topology import both_ways, cpus_of, host_links, plain_bus_id
-from topoplan.machine.routing import has_peer_access, without_peer_access
+from topoplan.machine.routing import has_peer_access, with_refused_pairs, without_peer_access
 from topoplan.machine.topology import Device, Link, Topology, facts, format_value
 from topoplan.machine.topology_json import decode_json
 from topoplan.reading.pcie_tree import CODES, PcieTree, infer_pcie_tree
@@ -306,7 +306,7 @@ def parse_rocm_smi(
     devices = _devices(tables, names, tree, barred)
     if barred and any(has_peer_access(device) for device in devices if device.kind == "gpu"):
         pairs = listed((f"{names[a]}-{names[b]}" for a, b in barred), noun="pairs")
-        notes.append(warning(f"access is disabled between {pairs}; a plan may use it all the same"))
+        notes.append(warning(f"access is disabled between {pairs}; copies there go through a CPU's memory"))
     machine = Topology(
         name="rocm-smi",
         devices=devices,
@@ -314,6 +314,9 @@ def parse_rocm_smi(
         notes=tuple(notes),
         source="rocm-smi or amd-smi; what it does not state is in the notes",
     )
+    alone = {device.name for device in devices if not has_peer_access(device)}
+    some = ((names[a], names[b]) for a, b in barred)
+    machine = with_refused_pairs(machine, (pair for pair in some if alone.isdisjoint(pair)))
     return without_peer_access(machine)
 
 

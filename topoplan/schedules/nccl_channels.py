@@ -23,6 +23,7 @@ from itertools import pairwise
 
 from topoplan.errors import InfeasibleError
 from topoplan.machine.fabric import Fabric
+from topoplan.machine.half_duplex import caps
 from topoplan.machine.topology import Link, Topology
 from topoplan.schedules.hamiltonian_cycles import ring_hops
 from topoplan.schedules.routes import DirectRoutes, Links
@@ -36,11 +37,13 @@ PATH_KINDS = ("NVL", "NVB", "PIX", "PXB", "PHB", "SYS")
 class NcclHop:
     """The path from one GPU to another.
 
-    ``part`` is the fraction of the data on each link: below 1 only if NVLink is striped over several switches.
+    ``part`` is the fraction of the data on each link: below 1 only if NVLink is striped over several switches, above 1
+    if a copy through a CPU crosses a cap twice. ``path`` has the links in order over PCIe.
     """
 
     kind: str
     part: Mapping[Link, Fraction]
+    path: tuple[Link, ...] = ()
 
 
 class NcclPaths:
@@ -58,6 +61,8 @@ class NcclPaths:
         self._machine = machine
         self._nvlink = Fabric(machine, ("nvlink",))
         self._pcie = Fabric(machine, ("pcie",))
+        parts = {end for link in caps(self._pcie.topology) for end in (link.src, link.dst)}
+        self._kind = {d.name: "" if d.name in parts else d.kind for d in self._pcie.topology.devices}
         self._nvlink_routes = DirectRoutes(self._nvlink)
         self._pcie_routes = DirectRoutes(self._pcie)
         self._rank = {name: rank for rank, name in enumerate(machine.gpus)}
@@ -87,7 +92,8 @@ class NcclPaths:
                 f"neither NVLink nor PCIe leads from {names[tail]} to {names[head]}, so NCCL would need a "
                 "network; choose GPUs that are joined"
             )
-        return NcclHop(self._pcie_kind(links), {self._pcie.links[number]: Fraction(1) for number in links})
+        path = tuple(self._pcie.links[number] for number in links)
+        return NcclHop(self._pcie_kind(links), {link: Fraction(path.count(link)) for link in path}, path)
 
     def _striped(self, tail: int, head: int) -> dict[Link, Fraction]:
         """Return parts over the shortest paths without a GPU in between; empty if there are none."""
@@ -108,10 +114,10 @@ class NcclPaths:
         return {self._nvlink.links[number]: Fraction(1) for number in best[1]}
 
     def _pcie_kind(self, links: Links) -> str:
-        passed = [self._machine.device(self._pcie.links[number].dst).kind for number in links[:-1]]
+        passed = [self._kind[self._pcie.links[number].dst] for number in links[:-1]]
         if "cpu" in passed:
             return "PHB" if passed.count("cpu") == 1 else "SYS"
-        return "PIX" if len(passed) < 2 else "PXB"
+        return "PIX" if sum(map(bool, passed)) < 2 else "PXB"
 
 
 Order = tuple[str, ...]

@@ -192,11 +192,12 @@ class ServerChannels:
         fabric, ranks = self._fabric, self._fabric.ranks
         paths = self.parts[int(self.servers.of_rank[tail])][1]
         try:
-            crossed = [
-                fabric.link_index[link.src, link.dst] for link in paths.hop(ranks[tail], ranks[head]).part
-            ]
+            hop = paths.hop(ranks[tail], ranks[head])
         except InfeasibleError:
             return shortest_route(fabric, tail, head)
+        if hop.path:
+            return tuple(fabric.link_index[link.src, link.dst] for link in hop.path)
+        crossed = [fabric.link_index[link.src, link.dst] for link in hop.part]
         found: list[int] = []
         device = ranks[tail]
         while device != ranks[head]:

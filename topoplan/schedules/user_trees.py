@@ -492,6 +492,9 @@ def _wired(
                 f"tree {number}: the route {'-'.join(route)} passes {foreign} of server "
                 f"{fabric.transit.servers[foreign]}, which does not forward what other servers send"[:300]
             )
+        unable = fabric.transit.unable(forward)
+        if unable:
+            raise UsageError(f"tree {number}: the route {'-'.join(route)} {unable}"[:300])
         links = tuple(fabric.link_index[pair] for pair in pairwise(forward))
     else:
         try:

@@ -27,6 +27,7 @@ import numpy as np
 from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import equitable_partition, labelled_graph_of
+from topoplan.machine.half_duplex import caps
 from topoplan.machine.permutation_groups import orbits
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificates.certificate import Certificate, Cut, Lengths, OneFabric, Partition, Trivial
@@ -174,13 +175,38 @@ IMAGES = 16
 
 @lru_cache(maxsize=16)
 def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> OneFabric:
-    """Return the certificate of the lowest bound that flows alone can prove for a collective on connected ranks.
+    """Return the certificate of the lowest bound that flows, and caps on both directions of links, prove.
 
-    It is tight for broadcast, reduce, allgather and reduce-scatter if links are symmetric, and for allreduce on direct
-    symmetric links.
+    Ranks must be connected. It is tight for broadcast, reduce, allgather and reduce-scatter if links are symmetric, and
+    for allreduce on direct symmetric links.
     """
     if fabric.size == 1:
         return Trivial()
+    certificates = [_flow_bound(fabric, collective, root), *_cap_lengths(fabric, collective, root)]
+    return lowest(proved_bounds(certificates, fabric, collective, root))[1]
+
+
+def _cap_lengths(fabric: Fabric, collective: str, root: int | None) -> list[OneFabric]:
+    """Return lengths of 1 on the caps of all ranks' links, a root with only the direction that it needs, if any."""
+    if not fabric.topology.splits_links:
+        return []
+    shared = {(link.src, link.dst) for link in caps(fabric.topology)}
+    cap_at = {end: ends for ends in shared for end in ends}
+    rank_of = {name: rank for rank, name in enumerate(fabric.ranks)}
+    counted: dict[tuple[str, str], Fraction] = {}
+    for link in fabric.links:
+        for near, far, leaves in ((link.src, link.dst, True), (link.dst, link.src, False)):
+            rank = rank_of.get(near)
+            if rank is None or (rank == root and leaves == (collective == "reduce")):
+                continue
+            # Without a cap, or at the root, each direction of a link counts for itself.
+            ends = (link.src, link.dst) if rank == root else cap_at.get(far, (link.src, link.dst))
+            counted[ends] = Fraction(1)
+    return [Lengths(tuple((src, dst, length) for (src, dst), length in counted.items()))]
+
+
+def _flow_bound(fabric: Fabric, collective: str, root: int | None) -> OneFabric:
+    """Return the certificate of the lowest bound that flows prove for two ranks or more."""
     capacity, _ = whole_capacities(fabric)
     if collective in ("broadcast", "reduce"):
         assert root is not None, "broadcast and reduce have a root"

@@ -44,6 +44,7 @@ from collectives.backends.nccl.tree_steps import (
 from collectives.tables.lowering import PlanKey
 from collectives.tables.transfer_table import TransferTable, place_in
 from topoplan.machine.routing import memory_access
+from topoplan.machine.topology import UNREACHED
 from topoplan.model.window_engine import LEAST_CHUNK, WindowsClock, costs_of, most_blocks
 from topoplan.model.window_slices import SlicedClock
 from topoplan.plans.plan import Plan
@@ -151,7 +152,8 @@ class KernelPlan:
 
     `nbytes` is what it takes in every arena, zeroed before its first run. `stars` counts what switches add or copy.
     `apart`: pairs of ranks, in both orders, that exchange messages alone, since the flags of an edge are written both
-    ways. `pulled` edges have their slots in the arenas of their sources.
+    ways; `ends_nowhere`: on some of them no copy ends, else all lack peer access. `pulled` edges have their slots in
+    the arenas of their sources.
     """
 
     def __init__(
@@ -170,6 +172,9 @@ class KernelPlan:
         access = memory_access(key.plan.topology)
         unreached = _rank_pairs(key.plan, access.unreached)
         self.apart = unreached | {(b, a) for a, b in unreached}
+        self.ends_nowhere = any(
+            device.fact(UNREACHED) for device in key.plan.topology.devices if device.facts
+        )
         self.steps = found = steps_of(key, domains, adds=adds, copies=copies, apart=self.apart)
         self.stride = stride
         self.blocks = blocks

@@ -507,7 +507,8 @@ class WindowEngine:
             )
             if plan.apart:
                 pairs = sorted(f"{call.plan.ranks[a]}-{call.plan.ranks[b]}" for a, b in plan.apart if a < b)
-                self.about_pairs = f"messages for {listed(pairs, noun='pairs')}, where no copy ends"
+                why = "where no copy ends" if plan.ends_nowhere else "without peer access"
+                self.about_pairs = f"messages for {listed(pairs, noun='pairs')}, {why}"
             if self._base + plan.nbytes > self._end or plan.most_ends > MOST_ENDS:
                 self._plans[digest, adds] = None
             else:

@@ -32,6 +32,7 @@ from tests.support.gpu_ranks import check_bits, cupy, floats, machine, on_every_
 from tests.support.hand_plans import forest_plan
 from tests.support.ranks_on_machine import Ranks
 from topoplan.errors import BackendError, RefusedError, UsageError
+from topoplan.machine.host_topology import both_ways
 from topoplan.machine.topology import Device, Link, Topology, facts
 from topoplan.model import window_engine
 from topoplan.model.candidates import candidates
@@ -94,7 +95,8 @@ def test_a_pair_on_which_no_copy_ends_exchanges_messages(machine: Machine, cupy:
     known = {"gpu1": facts(unreached="gpu0")}
     gpus = tuple(Device(name, "gpu", facts=known.get(name, ())) for name in ("gpu0", "gpu1", "gpu2"))
     links = tuple(Link(*one, "pcie", 52, push=2.6, pull=52) for one in ends)
-    plan = topoplan.plan(Topology("chain", gpus, links))
+    hosts = tuple(link for name in ("gpu0", "gpu1") for link in both_ways(name, "cpu0", "pcie", 26))
+    plan = topoplan.plan(Topology("chain", (*gpus, Device("cpu0", "cpu")), (*links, *hosts)))
     arrays = floats(3, 24)
 
     def task(comm: Communicator, rank: int) -> Any:

@@ -124,8 +124,8 @@ def test_a_slow_pair_a_refused_pair_and_an_outlier_are_told(calibrate: Calibrate
         "note: calibrated: as stated, since no copy crossed them: gpu0>gpu3, gpu3>gpu0, nic0>pcie0, pcie0>nic0, "
         "nic1>pcie1, pcie1>nic1, nic2>pcie2, pcie2>nic2 and 2 more",
         "note: calibrated: peer access refused, copied through the host, GB/s: gpu0>gpu3 12, gpu3>gpu0 12",
-        "note: calibrated: NVLinks that no copy may use, kept as stated: gpu0-gpu3; plan without them "
-        "(--without-link), or allow peer access",
+        "note: calibrated: NVLinks that no copy may use, kept as stated: gpu0-gpu3; plans leave them out; allow peer "
+        "access to use them",
         "note: calibrated: 1 of 6552 copies off the median of their size, without effect: gpu0>gpu1 1MB repeat 4 "
         "(3x)",
         "note: calibrated: off the median of the pairs with such links: gpu1>gpu2 20 GB/s (usual: 50), gpu4>gpu7 "

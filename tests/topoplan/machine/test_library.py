@@ -66,7 +66,7 @@ def test_each_machine_is_connected_and_names_its_sources(name: str) -> None:
     for channel in channels:
         fabric = Fabric(machine, (channel,))
         assert fabric.unreachable() == ()
-        assert fabric.symmetric
+        assert fabric.symmetric or machine.half_duplex
     assert machine.name == name
     assert machine.servers == ("s0",)
     assert "GB/s" in machine.source

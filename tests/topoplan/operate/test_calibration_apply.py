@@ -170,8 +170,8 @@ KNOWN: dict[str, tuple[Topology, Callable[[], Measurement], dict[Ends, float], l
         {},
         [
             "peer access refused, copied through the host, GB/s: gpu0>gpu3 6, gpu3>gpu0 6",
-            "NVLinks that no copy may use, kept as stated: gpu0-gpu3; plan without them (--without-link), or "
-            "allow peer access",
+            "NVLinks that no copy may use, kept as stated: gpu0-gpu3; plans leave them out; allow "
+            "peer access to use them",
             "slower than the links of their routes, which carry faster copies, GB/s: gpu0>gpu3 6 of 12, "
             "gpu3>gpu0 6 of 12",
         ],

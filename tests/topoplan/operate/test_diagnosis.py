@@ -25,6 +25,7 @@ from tests.support.small_fabrics import both_ways
 from tests.support.small_fabrics import machine as small_machine
 from tests.support.small_machines import library_cases
 from topoplan.errors import TopologyError, warnings_first
+from topoplan.machine.routing import with_refused_pairs
 from topoplan.machine.small_machines import SMALL_MACHINES
 from topoplan.machine.topology import Device, Link, Topology
 from topoplan.machine.variants import slow_links, without_devices, without_links
@@ -454,3 +455,17 @@ def test_a_machine_that_nobody_knows_is_held_against_itself() -> None:
     ring = diagnose(of_wires(8, lambda i, j: int((i - j) % 8 in (1, 7) and {i, j} != {4, 5})))
     lost = [(fault.kind, fault.devices) for fault in ring.faults]
     assert lost == [("fewer NVLinks", (gpu,)) for gpu in ("gpu4", "gpu5")]
+
+
+def test_pairs_without_peer_access_are_a_fault_if_they_lose_a_route() -> None:
+    """Below one switch, with its cost; across CPUs copies pass both anyway, and nothing is told."""
+    box = topoplan.load("pcie-x8")
+    below, across = ("gpu0", "gpu1"), ("gpu0", "gpu7")
+    for pair, told in ((below, ["gpu0", "gpu1"]), (across, [])):
+        damaged = with_refused_pairs(box, [pair])
+        faults = [one for one in diagnose(damaged).faults if one.kind == "no peer access"]
+        assert [one.devices[0] for one in faults] == told
+        for one in faults:
+            assert one.state.startswith("no peer access to gpu"), one.state
+        costs = costs_of(diagnose(damaged))
+        assert all(cost.healthy == pytest.approx(topoplan.plan(box).rate) for cost in costs)

@@ -362,6 +362,15 @@ def test_peer_access_of_topo_p2p_is_used_beside_the_matrix() -> None:
     some = parse_nvidia_smi(matrix + p2p(3, lambda i, j: "TNS" if {i, j} == {0, 2} else "OK"))
     assert some.links == plain.links
     assert "access over PCIe is refused (topology not supported) between gpu0-gpu2" in some.notes[0]
+    assert [some.device(gpu).fact("refused") for gpu in some.gpus] == ["gpu2", "", "gpu0"]
+    below = parse_nvidia_smi(uniform(3, "PIX") + p2p(3, lambda i, j: "CNS" if {i, j} == {0, 2} else "OK"))
+    routes = {
+        edge.route
+        for shard in topoplan.plan(below, "allgather").shards
+        for stage in shard.stages
+        for edge in stage.edges
+    }
+    assert all(("cpu0" in route) == ({route[0], route[-1]} == {"gpu0", "gpu2"}) for route in routes)
 
 
 def test_peer_access_behind_a_switch() -> None:
@@ -371,7 +380,16 @@ def test_peer_access_behind_a_switch() -> None:
     assert {src for src, _ in bundles(alone)} == {"gpu0", "gpu1", "gpu2", "nvswitch0"}
     pair = parse_nvidia_smi(matrix + p2p(4, lambda i, j: "NS" if {i, j} == {1, 3} else "OK"))
     assert len(bundles(pair)) == 8
-    assert "gpu1: access over NVLink is refused to gpu3" in pair.notes[0]
+    assert (
+        "gpu1: access over NVLink is refused to gpu3; copies there go through a CPU's memory" in pair.notes[0]
+    )
+    assert pair.device("gpu1").fact("refused") == "gpu3"
+    ends = {("gpu1", "gpu3"), ("gpu3", "gpu1")}
+    made = topoplan.plan(pair, channels="nvlink")
+    assert not [
+        arc for arc in Fabric(made.topology, ("nvlink",)).arcs if (arc.route[0], arc.route[-1]) in ends
+    ]
+    assert topoplan.verify(made).optimal
     none = parse_nvidia_smi(matrix + p2p(4, lambda i, j: "NS"))
     assert not bundles(none)
     assert load(none.to_json()) == none

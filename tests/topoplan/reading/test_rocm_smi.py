@@ -158,7 +158,9 @@ def test_disabled_access_is_no_peer_access() -> None:
     assert not any(device.facts for device in enabled.devices)
     three = [*ids, "0000:0d:00.0"]
     some = topoplan.load(amd_smi(three, access=lambda i, j: "DISABLED" if i + j == 1 else "ENABLED", **cells))
-    assert some.notes[-1] == "warning: access is disabled between gpu0-gpu1; a plan may use it all the same"
+    told = "warning: access is disabled between gpu0-gpu1; copies there go through a CPU's memory"
+    assert some.notes[-1] == told
+    assert [some.device(gpu).fact("refused") for gpu in some.gpus] == ["gpu1", "gpu0", ""]
 
 
 WHOLE = showtopo(3, numa=[0, 0, 1], weight=lambda i, j: 15, hops=lambda i, j: 1, type=lambda i, j: "XGMI")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 import pytest
@@ -34,7 +35,10 @@ from tests.support.tool_outputs import (
     tool_readers,
 )
 from topoplan.errors import TopologyError, TopoplanError, UsageError
-from topoplan.machine.topology import Topology
+from topoplan.machine.host_topology import both_ways
+from topoplan.machine.topology import Device, Topology
+from topoplan.operate.calibration.calibrated_topology import calibrated
+from topoplan.operate.calibration.pair_results import measured_rates
 from topoplan.operate.launch_files import hosts_of
 from topoplan.reading.load import form_of, load
 from topoplan.reading.nccl.job_reports import parse_ras
@@ -213,10 +217,68 @@ def test_pairs_without_access_are_copied_through_the_host() -> None:
     barred = P2P.replace("     0\t     1     1", "     0\t     1     0").replace(
         "     1\t     1     1", "     1\t     0     1"
     )
-    assert parse_measured_rates(barred).hosted == {(0, 1), (1, 0)}
+    assert parse_measured_rates(barred).hosted == parse_measured_rates(barred).refused == {(0, 1), (1, 0)}
     alone = P2P[: P2P.index("Unidirectional P2P=Enabled")]
     assert parse_measured_rates(alone).push == {(0, 1): 11.2, (1, 0): 11.1}
     assert parse_measured_rates(alone).hosted == {(0, 1), (1, 0)}
+    assert not parse_measured_rates(alone).refused
+
+
+NO_PEERS = """P2P Connectivity Matrix
+     D\\D     0     1     2
+     0\t     1     0     0
+     1\t     0     1     1
+     2\t     0     1     1
+Unidirectional P2P=Disabled Bandwidth Matrix (GB/s)
+   D\\D     0      1      2
+     0 900.00  43.00  43.00
+     1  43.00 900.00  43.00
+     2  43.00  43.00 900.00
+Unidirectional P2P=Enabled Bandwidth (P2P Writes) Matrix (GB/s)
+   D\\D     0      1      2
+     0 900.00  43.00  43.00
+     1  43.00 900.00  52.00
+     2  43.00  52.00 900.00
+Bidirectional P2P=Disabled Bandwidth Matrix (GB/s)
+   D\\D     0      1      2
+     0 900.00  56.00  56.00
+     1  56.00 900.00  56.00
+     2  56.00  56.00 900.00
+Bidirectional P2P=Enabled Bandwidth Matrix (GB/s)
+   D\\D     0      1      2
+     0 900.00  56.90  57.00
+     1  56.80 900.00 103.00
+     2  57.00 103.00 900.00
+"""
+
+
+def test_copies_both_ways_at_once_cap_the_links_of_gpus_and_refused_pairs_are_kept() -> None:
+    """gpu0's link has 57 GB/s both ways together; those of gpu1 and gpu2 carry 103, their two directions alone."""
+    rates = parse_measured_rates(NO_PEERS)
+    assert rates.refused == {(0, 1), (1, 0), (0, 2), (2, 0)}
+    assert (rates.together[0, 1], rates.together[1, 0], rates.together[1, 2]) == (56.9, 56.9, 103)
+    gpus = [Device(f"gpu{i}", "gpu", "s0") for i in range(3)]
+    wires = [link for i in range(3) for link in both_ways(f"gpu{i}", "cpu0", "pcie", 64)]
+    machine = Topology("three", (*gpus, Device("cpu0", "cpu", "s0")), tuple(wires))
+    made = calibrated(machine, measured_rates(NO_PEERS, machine), date="2026-11-28")
+    links = {(link.src, link.dst): link for link in made.topology.links}
+    assert [links[f"gpu{i}", "cpu0"].shared for i in range(3)] == [57, None, None]
+    assert [links[f"gpu{i}", "cpu0"].bandwidth for i in range(3)] == [43, 52, 52]
+    assert links["cpu0", "gpu0"].shared == 57
+    assert [made.topology.device(f"gpu{i}").fact("refused") for i in range(3)] == [
+        "gpu1,gpu2",
+        "gpu0",
+        "gpu0",
+    ]
+    assert "calibrated: both directions of a link together, GB/s: gpu0-cpu0 57" in made.notes
+    # Measured anew without a cap, and with access: both are gone.
+    free = NO_PEERS.replace("     0\t     1     0     0", "     0\t     1     1     1").replace(
+        "\t     0 ", "\t     1 "
+    )
+    free = re.sub(r"5[67]\.[0-9]0", "86.00", free)
+    again = calibrated(made.topology, measured_rates(free, machine), date="2026-11-28").topology
+    assert not again.half_duplex
+    assert not any(device.facts for device in again.devices)
 
 
 WAIVED = {"name": "device_to_device_memcpy_read_ce", "status": "Waived"}

@@ -129,6 +129,10 @@ def _omission_notes(machine: Topology, tree: NcclHostTree, nodes: Mapping[str, i
     for link in machine.links:
         if link.latency is not None:
             omit("latency", f"{link.src}->{link.dst}")
+        if link.access:
+            omit("push and pull", f"{link.src}->{link.dst}")
+        if link.shared is not None:
+            omit("the GB/s of both directions together", f"{link.src}->{link.dst}")
         if link.channel == "c2c" and link.count > 1:
             omit("the number of c2c links, which are read as one", link.src)
     notes = [f"not in the file: {fact}: {listed(dict.fromkeys(places))}" for fact, places in unsaid.items()]

@@ -14,7 +14,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from topoplan.machine.topology import ACCESS_FACTS, PULLS, UNREACHED, UNWRITTEN, Device, Link, Topology, facts
+from topoplan.machine.topology import (
+    ACCESS_FACTS,
+    HALF_DUPLEX_CHANNELS,
+    PULLS,
+    REFUSED,
+    UNREACHED,
+    UNWRITTEN,
+    Device,
+    Link,
+    Topology,
+    facts,
+)
 from topoplan.model.copy_routes import CopyRoute, CopyRoutes, stage_bandwidth
 from topoplan.operate.calibration.fit import Measurement, PairFit, fit_pair, outlying
 from topoplan.units import TOLERANCE as ROUNDING
@@ -282,10 +293,13 @@ def _host_notes(topology: Topology, fits: Sequence[PairFit]) -> list[str]:
         "-".join(sorted((fit.src, fit.dst))) for fit in hosted if (fit.src, fit.dst) in joined
     )
     if wires:
-        notes.append(
-            f"NVLinks that no copy may use, kept as stated: {abbreviated(wires)}; plan without them "
-            "(--without-link), or allow peer access"
+        refused = all(fit.refused for fit in hosted)
+        remedy = (
+            "plans leave them out; allow peer access to use them"
+            if refused
+            else "plan without them (--without-link), or allow peer access"
         )
+        notes.append(f"NVLinks that no copy may use, kept as stated: {abbreviated(wires)}; {remedy}")
     return notes
 
 
@@ -374,8 +388,9 @@ def calibrated(topology: Topology, measurement: Measurement, *, date: str) -> Ca
     >>> times = tuple((n << 20, (1e-5 + (n << 20) / 24e9,) * 3) for n in (1, 16, 256))
     >>> found = Measurement("by hand", (1 << 20, 1 << 24, 1 << 28), 3, (PairSamples("gpu0", "gpu1", times),))
     >>> made = calibrated(topoplan.load("dgx-1v"), found, date="2026-11-21").topology
-    >>> next(link for link in made.links if (link.src, link.dst) == ("gpu0", "gpu1"))
-    Link(src='gpu0', dst='gpu1', channel='nvlink', bandwidth=24.0, count=1, latency=1e-05, push=None, pull=None)
+    >>> one = next(link for link in made.links if (link.src, link.dst) == ("gpu0", "gpu1"))
+    >>> one.channel, one.bandwidth, one.latency
+    ('nvlink', 24.0, 1e-05)
     """
     ends = [(one.src, one.dst) for one in measurement.pairs] + [
         (one.src, one.dst) for one in measurement.rates
@@ -399,6 +414,7 @@ def calibrated(topology: Topology, measurement: Measurement, *, date: str) -> Ca
     speeds = link_speeds(copies)
     latencies = link_latencies(copies)
     direct = _direct_access(copies)
+    shared = _shared_caps(topology, measurement, copies, speeds)
     taken_out = {
         link_key(way.links[0]) for ends in dead if (way := routes.between(*ends)) and len(way.links) == 1
     }
@@ -412,11 +428,15 @@ def calibrated(topology: Topology, measurement: Measurement, *, date: str) -> Ca
             else link.latency,
             push=direct.get(link_key(link), (link.push, link.pull))[0],
             pull=direct.get(link_key(link), (link.push, link.pull))[1],
+            shared=shared.get(link_key(link), link.shared),
         )
         for link in topology.links
     )
     notes = calibration_notes(topology, measurement, fits, copies, speeds)
     notes += tuple(MARK + note for note in _access_notes(fits, dead))
+    both = [f"{src}-{dst} {cap:g}" for (src, dst, _), cap in shared.items() if cap and src in topology.gpus]
+    if both:
+        notes += (f"{MARK}both directions of a link together, GB/s: {abbreviated(both)}",)
     several = sum(
         pair.fit.rate_only and pair.route is not None and len(pair.route.links) > 1 for pair in pairs
     )
@@ -461,6 +481,39 @@ def _direct_access(copies: Sequence[MeasuredCopy]) -> dict[LinkKey, tuple[float 
     }
 
 
+def _shared_caps(
+    topology: Topology, measurement: Measurement, copies: Sequence[MeasuredCopy], speeds: LinkSpeeds
+) -> dict[LinkKey, float | None]:
+    """Return the cap of both directions of links, None for links that have none.
+
+    A GPU's link carries at least what the fastest two copies between it and another GPU do together. It has a cap if
+    that is less than its two directions alone, by more than `TOLERANCE`. Links without such a measurement keep theirs,
+    raised to what a single copy does.
+    """
+    by_key = {link_key(link): link for link in topology.links}
+    together = {(src, dst): rate for src, dst, rate in measurement.together}
+    caps: dict[LinkKey, float] = {}
+    for copy in copies:
+        rate = together.get((copy.fit.src, copy.fit.dst))
+        ends = (copy.route.stages[0], copy.route.stages[-1])
+        for key in (link_key(stage[0]) for stage in ends if rate is not None and len(copy.route.stages) > 1):
+            src, dst, channel = key
+            for one in (key, (dst, src, channel)):
+                caps[one] = max(rate or 0.0, caps.get(one, 0.0))
+    found: dict[LinkKey, float | None] = {}
+    for key, link in by_key.items():
+        back = by_key.get((link.dst, link.src, link.channel))
+        if back is None or link.channel not in HALF_DUPLEX_CHANNELS or link.access:
+            continue
+        alone = speeds.of(link), speeds.of(back)
+        if key in caps:
+            capped = caps[key] < (1 - TOLERANCE) * sum(alone)
+            found[key] = significant(max(caps[key], *alone), DIGITS) if capped else None
+        elif link.shared is not None:
+            found[key] = max(link.shared, *alone)
+    return found
+
+
 def _access_notes(fits: Sequence[PairFit], dead: Sequence[tuple[str, str]]) -> list[str]:
     """Return pairs whose push and pull differ, and pairs on which no copy ended."""
     differ = [
@@ -484,6 +537,7 @@ def _with_access_facts(
     """Return the devices with the facts of access between GPUs that no link of their own states."""
     stated = {key[:2] for key in direct}
     measured: dict[tuple[str, str], tuple[str, ...]] = dict.fromkeys(dead, (UNREACHED,))
+    refused = {(fit.src, fit.dst): fit.refused for fit in fits}
     for fit in fits:
         if fit.access is not None:
             push, pull = ((fit.src, fit.dst) not in stated and differing_access(fit)) or (1, 0)
@@ -491,8 +545,11 @@ def _with_access_facts(
             measured[fit.src, fit.dst] = pulls if push else (*pulls, UNWRITTEN)
 
     def updated(device: Device, key: str) -> str:
-        before = [name for name in device.fact(key).split(",") if (name, device.name) not in measured]
+        known: Collection[tuple[str, str]] = refused if key == REFUSED else measured
+        before = [name for name in device.fact(key).split(",") if (name, device.name) not in known]
         now = [src for (src, dst), found in measured.items() if dst == device.name and key in found]
+        if key == REFUSED:
+            now = [src for (src, dst), barred in refused.items() if dst == device.name and barred]
         return ",".join(sorted({*before, *now} - {""}))
 
     return tuple(

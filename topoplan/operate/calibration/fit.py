@@ -90,6 +90,7 @@ class Measurement:
     sizes: bytes of the copies, ascending.
     repeats: copies of each size, without the warm-up.
     rates: pairs of which the bandwidth alone is known, at sizes that are not (see `rated_pairs`).
+    together: source, destination and GB/s of copies both ways at once, added.
     peer_access: seconds to switch peer access off and on between all pairs of so many GPUs, ascending.
     memory: for a single GPU, which has no pair.
     """
@@ -102,6 +103,7 @@ class Measurement:
     memory: MemoryCopy | None = None
     notes: tuple[str, ...] = ()
     rates: tuple[PairFit, ...] = ()
+    together: tuple[tuple[str, str, float], ...] = ()
 
 
 class Meter(Protocol):
@@ -170,6 +172,7 @@ class PairFit:
     outliers: they do not affect the fit.
     access: GB/s of push and pull, None for copies that do not end; None if pulls were not measured.
     rate_only: the latency was not measured, and the line has none.
+    refused: peer access is refused.
     """
 
     src: str
@@ -179,6 +182,7 @@ class PairFit:
     outliers: tuple[Outlier, ...] = ()
     access: tuple[float | None, float | None] | None = None
     rate_only: bool = False
+    refused: bool = False
 
     @property
     def name(self) -> str:
@@ -240,7 +244,8 @@ def fit_pair(samples: PairSamples) -> PairFit:
         for place in outlying(seconds)
     )
     access = None if samples.pulls is None else (push, pull)
-    return PairFit(samples.src, samples.dst, line, samples.through_host, outliers, access)
+    hosted = samples.through_host
+    return PairFit(samples.src, samples.dst, line, hosted, outliers, access, refused=hosted)
 
 
 FACTOR = 3.5

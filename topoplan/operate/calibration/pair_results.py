@@ -94,11 +94,12 @@ def measured_rates(text: str, topology: Topology) -> Measurement:
         access = (rates.push.get(pair), rates.pull.get(pair))
         both = access if rates.push and rates.pull and None not in access else None
         line = HockneyLine(0.0, rates.best(pair), 0.0)
-        fits.append(
-            PairFit(names[pair[0]], names[pair[1]], line, pair in rates.hosted, access=both, rate_only=True)
-        )
+        src, dst = (names[gpu] for gpu in pair)
+        hosted, refused = pair in rates.hosted, pair in rates.refused
+        fits.append(PairFit(src, dst, line, hosted, access=both, rate_only=True, refused=refused))
     notes = (f"GPUs of {rates.method} matched by {how}", "latencies were not measured", *rates.notes)
-    return Measurement(rates.method, (), 0, (), notes=notes, rates=tuple(fits))
+    together = tuple((names[src], names[dst], rate) for (src, dst), rate in sorted(rates.together.items()))
+    return Measurement(rates.method, (), 0, (), notes=notes, rates=tuple(fits), together=together)
 
 
 def _named_gpus(rates: MeasuredRates, topology: Topology) -> tuple[dict[int, str], str]:

@@ -27,6 +27,7 @@ import numpy as np
 from topoplan.errors import InfeasibleError, UsageError, warning
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import FabricServers
+from topoplan.machine.half_duplex import split
 from topoplan.machine.hardware import is_apple, with_capable
 from topoplan.machine.topology import Topology, TopologyLike, as_topology
 from topoplan.machine.variants import with_all_capabilities
@@ -216,7 +217,8 @@ def _idle_switches(topology: Topology, able: Topology, trees: Plan) -> tuple[str
     if len(trees.ranks) == 1:
         return ()
     used = Fabric(trees.topology, trees.channels).nodes[len(trees.ranks) :]
-    return tuple(name for name in used if able.device(name) != topology.device(name))
+    before, after = split(topology), split(able)
+    return tuple(name for name in used if after.device(name) != before.device(name))
 
 
 def columns() -> tuple[Schedule, ...]:

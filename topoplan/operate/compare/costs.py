@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.routing import staged, unstaged
-from topoplan.machine.topology import Topology, TopologyLike
+from topoplan.machine.topology import REFUSED, Device, Topology, TopologyLike
 from topoplan.machine.variants import equivalent_servers
 from topoplan.operate.diagnosis import Diagnosis
 from topoplan.operate.faults import Fault, mended
@@ -207,9 +207,26 @@ def _with_faults(found: Diagnosis, left: Sequence[Fault]) -> Topology:
     repaired = [
         replace(fault, links=tuple(link for link in fault.links if link not in stay)) for fault in others
     ]
-    machine = mended(whole, repaired)
+    machine = _with_access(mended(whole, repaired), left)
     barred = any(fault.kind in ("MIG", "no peer access") for fault in left)
     return staged(machine) if barred and whole != found.topology else machine
+
+
+def _with_access(machine: Topology, left: Sequence[Fault]) -> Topology:
+    """Return the machine whose GPUs have peer access, but for those of some faults."""
+    barred = {
+        name
+        for fault in left
+        if fault.kind in ("MIG", "no peer access")
+        for device in fault.devices
+        for name in (device, *(f"{server}.{device.rpartition('.')[2]}" for server in fault.servers))
+    }
+
+    def repaired(device: Device) -> Device:
+        kept = tuple(fact for fact in device.facts if fact[0] not in (REFUSED, "mig", "peer_access"))
+        return device if device.name in barred or kept == device.facts else replace(device, facts=kept)
+
+    return replace(machine, devices=tuple(map(repaired, machine.devices)))
 
 
 def _rate(machine: Topology, collective: str) -> float:

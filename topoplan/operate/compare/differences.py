@@ -346,15 +346,16 @@ def _of_links(
 
 
 def _texts(mine: Link | None, other: Link | None) -> tuple[str, str]:
-    """Return both sides' texts of a wire; the number of wires, and push and pull, only if they differ."""
+    """Return both sides' texts of a wire; the number of wires, and further limits, only if they differ."""
     widths = mine is not None and other is not None and mine.count != other.count
-    access = mine is not None and other is not None and mine.access != other.access
+    access = mine is not None and other is not None and mine.limits != other.limits
+    shared = access and any(link is not None and link.shared for link in (mine, other))
     a, b = (
         ABSENT
         if link is None
         else f"{link.bandwidth:g} GB/s"
         + (f" in {link.count}" if widths or (link.count > 1 and mine is None) else "")
-        + (f" ({link.access or 'push and pull equal'})" if access else "")
+        + (f" ({link.limits or ('both ways apart' if shared else 'push and pull equal')})" if access else "")
         for link in (mine, other)
     )
     return a, b

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import topoplan
 from topoplan.errors import InfeasibleError, UsageError, warnings_first
 from topoplan.machine.fabric import channel_words
+from topoplan.machine.half_duplex import merged, wire_name
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import nic_name
 from topoplan.model.expected_times import nccl_times
@@ -247,6 +248,7 @@ def _answer(plan: Plan) -> Markup:
 
 
 def machine_section(topology: Topology) -> PageSection:
+    topology = merged(topology)
     kinds = Counter(kind for _, kind in dict.fromkeys((nic_name(d.name), d.kind) for d in topology.devices))
     parts = [element("p", ", ".join(f"{number} {kind}" for kind, number in kinds.items()) or "no devices")]
     try:
@@ -371,7 +373,7 @@ def plan_section(plan: Plan, chosen: Sequence[int]) -> PageSection:
         bus_words(gbps, plan.collective, len(plan.ranks)) for gbps in (plan.rate, plan.bound)
     )
     root = [] if plan.root is None else [("root", plan.ranks[plan.root])]
-    full = [f"{src}>{dst}" for src, dst in checked.bottleneck]
+    full = [wire_name(src, dst) for src, dst in checked.bottleneck]
     more = f" and {len(full) - MOST_FULL} more" if len(full) > MOST_FULL else ""
     verdict = "they are equal: no plan is faster" if checked.optimal else f"{100 * plan.gap:.2f} % apart"
     facts = [

@@ -12,6 +12,7 @@ from math import hypot
 from typing import TYPE_CHECKING
 
 from topoplan.machine.fabric import CHANNEL_LINKS
+from topoplan.machine.half_duplex import merged
 from topoplan.machine.topology import LINK_CHANNELS, Link, Topology
 from topoplan.machine.variants import nic_name
 from topoplan.operate.plot.canvas import BLACK, FILLS, GREY, STROKES, points, write_text
@@ -31,7 +32,7 @@ class DrawnLink:
     ends: the end that the topology lists first comes first.
     count: parallel links.
     there, back: GB/s from the first end to the second and back; 0 for no link.
-    access: GB/s of push and pull in words, there and back, where they differ.
+    access: `topoplan.machine.topology.Link.limits` there and back.
     """
 
     ends: tuple[str, str]
@@ -56,6 +57,7 @@ def whole_nics(topology: Topology) -> Topology:
     >>> sum(d.kind == "nic" for d in pair.devices), sum(d.kind == "nic" for d in whole_nics(pair).devices)
     (4, 2)
     """
+    topology = merged(topology)
     names = {device.name for device in topology.devices}
     whole = {
         device.name: nic_name(device.name)
@@ -84,7 +86,7 @@ def wires(topology: Topology) -> tuple[DrawnLink, ...]:
             continue
         count = link.count if back is None else max(link.count, back.count)
         backward = 0.0 if back is None else back.bandwidth
-        access = " / ".join(dict.fromkeys(one.access for one in (link, back) if one and one.access))
+        access = " / ".join(dict.fromkeys(one.limits for one in (link, back) if one and one.limits))
         drawn.append(DrawnLink((src, dst), channel, count, link.bandwidth, backward, access))
     return tuple(drawn)
 
@@ -298,7 +300,8 @@ def wires_of_trees(
     found: dict[DrawnLink, list[str]] = {}
     for tree, edges in trees.items():
         for edge in edges:
-            for pair in pairwise(name if name in known else nic_name(name) for name in edge.route):
+            route = [name if name in known else nic_name(name) for name in edge.route]
+            for pair in pairwise(name for name in route if name in known):
                 fitting = [
                     wire
                     for wire in between.get(frozenset(pair), ())

@@ -28,6 +28,7 @@ from typing import ClassVar, Protocol, Self, TypeVar
 
 from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric, channel_words
+from topoplan.machine.half_duplex import caps, is_part, whole_ends, wire_name
 from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.forest_length import forest_length, zero_length_components
 from topoplan.plans.file_values import (
@@ -250,7 +251,7 @@ def format_set(names: Sequence[str]) -> str:
     >>> format_set(["gpu0", "gpu1", "gpu2", "gpu6"]), format_set(["s0.gpu0", "s1.gpu0"])
     ('{gpu0-2,6}', '{s0,1.gpu0}')
     """
-    ranges = name_ranges(names)
+    ranges = name_ranges(name for name in names if not is_part(name))
     shown = ranges if len(ranges) <= _LISTED else (*ranges[:_LISTED], f"and {len(ranges) - _LISTED} more")
     return "{" + " ".join(shown) + "}"
 
@@ -530,4 +531,9 @@ def _ports(fabric: Fabric, links: set[tuple[str, str]]) -> str:
     for end, way in ((0, "out of"), (1, "into")):
         if links == {pair for pair in pairs if pair[end] in fabric.ranks}:
             return f"the links {way} all {fabric.size} GPUs"
-    return format_names(f"{src}>{dst}" for src, dst in pairs if (src, dst) in links)
+    natural = whole_ends(fabric.topology)
+    ports = {(link.src, link.dst) for link in caps(fabric.topology)}
+    near = {natural[pair][0] for pair in pairs if pair in natural and pair[0] in fabric.ranks}
+    if links == ports and len(ports) == len(near) == fabric.size:
+        return f"both directions of the links of all {fabric.size} GPUs"
+    return format_names(dict.fromkeys(wire_name(*natural.get(pair, pair)) for pair in pairs if pair in links))

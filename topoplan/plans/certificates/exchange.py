@@ -422,7 +422,8 @@ def lightest_forest(fabric: Fabric, length: Sequence[int], collective: str, root
     inner = {op: beside(fabric.inner_devices(op)) for op in ("reduce", "broadcast")}
     vertices = [*where, *sorted(inner["reduce"] | inner["broadcast"])]
     place = {vertex: number for number, vertex in enumerate(vertices)}
-    no_arc = (sum(length) + 1) * len(vertices)
+    # A staged route may cross a cap twice.
+    no_arc = (2 * sum(length) + 1) * len(vertices)
     table = np.array(
         [
             [no_arc if reach < 0 else reach for reach in distances(arcs, start, vertices)]

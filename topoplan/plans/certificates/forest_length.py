@@ -57,7 +57,7 @@ def forest_length(fabric: Fabric, length: Sequence[int], collective: str, root: 
         return _forest_at_least(arcs, where, counts, collective, None if root is None else place[part[root]])
     table = [distances(arcs, start, where) for start in where]
     # A broadcast or reduce may lack a path between two ranks: such an arc costs more than any tree.
-    no_arc = (sum(length) + 1) * len(where)
+    no_arc = (max(map(max, table)) + 1) * 2 * len(where)
     for start, row in zip(where, table, strict=True):
         if -1 in row and collective not in ("broadcast", "reduce"):
             ranks = [part.index(where[row.index(-1)]), part.index(start)]
