@@ -6,7 +6,9 @@ that they have the key. Then each message is a frame: its length, an authenticat
 and the text, a JSON object. A replayed, truncated or changed frame ends the connection.
 
 Until its owner has admitted it, a connection may send `STRANGER_BYTES` per frame, lives `STRANGER_SECONDS`, and is one
-of `STRANGERS` at most. Without a key (an empty one) the proofs prove nothing, and these limits are what remains.
+of `STRANGERS` at most. Further connections wait in the backlog of the listening socket until one of these is admitted
+or ends, or the oldest has had `TURN_SECONDS`: a job's ranks, which all connect at once, do not displace each other.
+Without a key (an empty one) the proofs prove nothing, and these limits are what remains.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]  # a JSON object with a type
 
-STRANGERS = 64  # connections that nobody has admitted yet, of one listener; the oldest makes room
+STRANGERS = 64  # connections that nobody has admitted yet, of one listener
+TURN_SECONDS = 0.25  # time after which the oldest of so many makes room for one that waits
 STRANGER_SECONDS = 2.0  # time until a connection must be admitted
 STRANGER_BYTES = 1 << 13  # length of its frames
 LONGEST = 1 << 24  # length of other frames
@@ -305,9 +308,10 @@ class Listener:
         self.address = Address(address.host, port, address.path)
         self._inode = os.lstat(address.path).st_ino if address.named else 0
         self._endpoints: dict[bytes, Endpoint] = {}
-        self._strangers: dict[Connection, float] = {}
+        self._strangers: dict[Connection, float] = {}  # with the times at which they were accepted
         self._loop: ConnectionLoop | None = None
-        self._resumes: float | None = None
+        self._resumes: float | None = None  # when it accepts again
+        self._full = False  # whether it also does once there is room
         self._process = os.getpid()
 
     @staticmethod
@@ -360,15 +364,20 @@ class Listener:
     @property
     def due(self) -> float | None:
         """The next time at which a connection must be admitted, or the listener resumes."""
-        times = list(self._strangers.values())  # at once: other threads close connections
+        if self._full and len(self._strangers) < STRANGERS:
+            return 0.0
+        times = [since + STRANGER_SECONDS for since in list(self._strangers.values())[:1]]  # the oldest
         return min([*times, *([] if self._resumes is None else [self._resumes])], default=None)
 
     def tick(self, now: float) -> None:
-        """Close connections that nobody has admitted in time."""
-        for stranger in [one for one, until in list(self._strangers.items()) if until <= now]:
+        """Close connections that nobody has admitted in time, and resume."""
+        for stranger, since in list(self._strangers.items()):
+            if since + STRANGER_SECONDS > now:
+                break
             stranger.reset(f"nobody admitted it within {STRANGER_SECONDS:g} s")
-        if self._resumes is not None and self._resumes <= now and self._loop is not None:
-            self._resumes = None
+        room = self._full and len(self._strangers) < STRANGERS
+        if self._resumes is not None and (room or self._resumes <= now) and self._loop is not None:
+            self._resumes, self._full = None, False
             self._loop.watch(self._socket, selectors.EVENT_READ, self._accept)
 
     def broke(self, error: BaseException) -> None:
@@ -386,12 +395,17 @@ class Listener:
 
     def _accept(self, events: int) -> None:
         for _ in range(READS):
+            strangers = list(self._strangers.items())  # at once: other threads close connections
+            oldest = strangers[0] if len(strangers) >= STRANGERS else None
+            if oldest is not None and time.monotonic() < oldest[1] + TURN_SECONDS:
+                self._full = True
+                self._pause(oldest[1] + TURN_SECONDS)
+                return
             try:
                 accepted, _ = self._socket.accept()
             except OSError as error:
-                if error.errno in NO_DESCRIPTORS and self._loop is not None:
-                    self._loop.forget(self._socket)  # it would stay ready
-                    self._resumes = time.monotonic() + PAUSE_SECONDS
+                if error.errno in NO_DESCRIPTORS:
+                    self._pause(time.monotonic() + PAUSE_SECONDS)
                 return
             prioritize(accepted)
             try:
@@ -400,11 +414,17 @@ class Listener:
             except OSError:
                 accepted.close()
                 continue
-            if len(self._strangers) >= STRANGERS:
-                next(iter(self._strangers)).reset(f"{STRANGERS} others came after it")
+            if oldest is not None:
+                oldest[0].reset(f"{STRANGERS} others came after it")
             connection = Connection(accepted, listener=self)
-            self._strangers[connection] = time.monotonic() + STRANGER_SECONDS
+            self._strangers[connection] = time.monotonic()
             connection._register()
+
+    def _pause(self, until: float) -> None:
+        """Accept nothing until a time: the socket would stay ready."""
+        if self._loop is not None:
+            self._loop.forget(self._socket)
+            self._resumes = until
 
 
 _SETTLED = threading.Event()  # of accepted connections, for which nobody waits

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from collectives.backends.backend import LinkShare, LinkUse
+from collectives.peers.address import RETRY_SECONDS
 from collectives.peers.connections import Connection, Endpoint, Listener, Message
 from collectives.tables.transfer_table import EdgeStream, TransferTable
 from topoplan.errors import TopologyError, UsageError
@@ -274,14 +275,31 @@ _ACKNOWLEDGED_AT, _BUSY_AT, _INFO_BYTES = 120, 168, 184
 
 
 def connect(
-    destination: tuple[str, int], *, leaves: str | None = None, timeout: float = 30.0
+    destination: tuple[str, int],
+    card: str,
+    key: bytes,
+    first: Message,
+    *,
+    leaves: str | None = None,
+    timeout: float = 30.0,
 ) -> socket.socket:
-    """Return a connection for the chunks of a link, from this machine's address `leaves` if given; raise OSError."""
-    source = None if leaves is None else (leaves, 0)
-    made = socket.create_connection(destination, timeout, source)
-    made.settimeout(None)
-    tune(made)
-    return made
+    """Return a connection for the chunks of a link behind a first message, to an endpoint (`Endpoint.card`).
+
+    It leaves from this machine's address `leaves` if given. A connection that is reset is made again: so many
+    came there that the listener made room. Raises `OSError` after `timeout` seconds, or if nothing listens there.
+    """
+    source, until = None if leaves is None else (leaves, 0), time.monotonic() + timeout
+    while True:
+        left = max(until - time.monotonic(), RETRY_SECONDS)
+        try:
+            made = socket.create_connection(destination, left, source)
+            made.settimeout(None)
+            tune(made)
+            return Connection.to(made, card, key, first, timeout=left)
+        except (ConnectionResetError, BrokenPipeError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(RETRY_SECONDS)
 
 
 def tune(connection: socket.socket) -> None:
@@ -480,9 +498,13 @@ class TcpConnections:
                 f"rank {peer} does not listen {where}; give all ranks the same wires file, with all links of the plan"
             )
         try:
-            made = connect((address, port), leaves=wire.leaves if wire else None, timeout=timeout)
-            return Connection.to(
-                made, entry["links"], self._key, {"type": "link", "link": queue}, timeout=timeout
+            return connect(
+                (address, port),
+                entry["links"],
+                self._key,
+                {"type": "link", "link": queue},
+                leaves=wire.leaves if wire else None,
+                timeout=timeout,
             )
         except OSError as error:
             leaves = f" from {wire.leaves}" if wire else ""
