@@ -12,7 +12,9 @@ in the next *opening*, so all ranks must open theirs in one order. Processes of 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import secrets
 import select
 import socket
@@ -47,6 +49,7 @@ ANSWER_SECONDS = 10.0  # time in which a process that holds an address answers
 CLOSED = getattr(select, "POLLRDHUP", select.POLLHUP)
 """Poll event of a connection that its other end has closed."""
 
+SPARE_DESCRIPTORS = 128  # files that a process opens beside the connections of a rendezvous
 LINGER_SECONDS = 1.0  # time for ranks to read the last message before the connections are closed
 HOLD = endpoint_name("address lock")  # the endpoint of every `AddressLock`
 _LISTENING: dict[str, Rendezvous] = {}  # listeners of this process, by address
@@ -378,6 +381,9 @@ class Rendezvous:
             assert lacking[0].hub.verdict is not None, "it would be open"
             return str(lacking[0].hub.verdict["message"])
         if opening is None:
+            refusal = _lacking_descriptors(self._size or size)
+            if refusal:
+                return refusal
             opening = _Opening(
                 self._count, RendezvousState(self._size or size, host=self._host, stopped=_is_stopped)
             )
@@ -458,6 +464,22 @@ class Rendezvous:
             if left or (opening.end is not None and not _can_receive(opening)):
                 self._finish(opening)
                 self._end_loop()
+
+
+def _lacking_descriptors(size: int) -> str:
+    """Let this process open a connection for each of so many ranks; return why it cannot, or an empty text."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    most = size + SPARE_DESCRIPTORS if hard == unlimited else min(size + SPARE_DESCRIPTORS, hard)
+    if soft != unlimited and soft < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most > size:
+        return ""
+    return (
+        f"the process of the rendezvous may open {hard} files, and each of {size} ranks keeps a connection to it; "
+        "raise the limit where rank 0 starts (ulimit -n)"
+    )
 
 
 def _other_job(address: str, known: JobIdentity, holder: str, job: JobIdentity, process: str) -> str:

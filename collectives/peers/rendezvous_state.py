@@ -17,14 +17,16 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from bisect import insort
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from collectives.peers.address import process_namespace
 from collectives.peers.connections import Message
 from collectives.peers.control_plane import Waiting, attribute_failure
 
-FORMAT = "topoplan.tcp/3"
+FORMAT = "topoplan.tcp/4"
 
 ANSWER_SECONDS = 1.0  # time in which a rank that is not stopped answers what it waits for
 LOOK_SECONDS = 0.05  # interval of the checks whether silent ranks are stopped
@@ -49,6 +51,7 @@ class RendezvousState:
         self.deadline: float | None = None
         self._token = secrets.token_hex(16)
         self.gone: set[int] = set()
+        self._ranks: list[int] = []  # the processes that have come and are not helpers, ascending
         self._round: dict[int, Message] = {}
         self._following: set[int] = set()
         self._met = 0
@@ -84,6 +87,8 @@ class RendezvousState:
             reason = str(self.verdict["message"])
         else:
             self.hellos[rank] = hello
+            if not hello.get("helper"):
+                insort(self._ranks, rank)
             limit = now + float(hello["timeout"])
             self.deadline = limit if self.deadline is None else min(self.deadline, limit)
             return "", self._welcome() if self.complete else []
@@ -93,8 +98,9 @@ class RendezvousState:
         """Handle a message from a rank."""
         kind = message["type"]
         check_fields(message)
-        self._met = max(self._met, int(message.get("met", 0)))
-        self._round = {one: said for one, said in self._round.items() if self._waits(said)}
+        if int(message.get("met", 0)) > self._met:
+            self._met = int(message["met"])
+            self._round = {one: said for one, said in self._round.items() if self._waits(said)}
         if kind == "bye":
             return self._leave(rank)
         if self.verdict is not None:
@@ -194,6 +200,8 @@ class RendezvousState:
 
     def _release(self) -> list[Post]:
         """Release helpers once all ranks have left."""
+        if not self._following:
+            return []
         over = self.gone.issuperset(self._ranks)
         return [(one, {"type": "over"}) for one in sorted(self._following)] if over else []
 
@@ -217,19 +225,15 @@ class RendezvousState:
             return self.fail(f"the peer refused the collective: {refusal}", peer=rank)
         if self.gone:
             return self._miss(min(self.gone))
-        first = min(self._round, key=lambda other: (other == rank, other))
-        if message["type"] != self._round[first]["type"]:
+        another = next((said for one, said in self._round.items() if one != rank), message)
+        if message["type"] != another["type"]:
+            first = min(one for one in self._round if one != rank)
             return self.fail(
                 f"rank {first} and rank {rank} do different things; make the same calls on all ranks",
                 rank=first,
                 peer=rank,
             )
         return self._answer()
-
-    @property
-    def _ranks(self) -> list[int]:
-        """The processes that have come and are not helpers."""
-        return [rank for rank, hello in sorted(self.hellos.items()) if not hello.get("helper")]
 
     def _answer(self) -> list[Post]:
         """Answer a round once all ranks that it needs have come."""
@@ -241,14 +245,14 @@ class RendezvousState:
         if len(set(signatures)) > 1 or any(one.get("refused") for one in self._round.values()):
             listed = [self._round[one]["signature"] for one in ranks]
             self._round = {}
-            return self._to_ranks({"type": "differ", "signatures": listed})
+            return self._to_ranks({"type": "differ", "runs": runs_of(listed)})
         if any("meeting" in one for one in self._round.values()):
             return []  # they meet without the rendezvous
         answer: dict[str, Any] = {"type": "agreed"}
         if message["type"] == "largest":
             answer["value"] = max(float(one["value"]) for one in self._round.values())
         if message["type"] == "gather":
-            answer["data"] = [self._round[one]["data"] for one in ranks]
+            answer["runs"] = runs_of(self._round[one]["data"] for one in ranks)
         followers = set(self.hellos).difference(ranks) if message.get("helped") else set()
         if not self._following.issuperset(followers):
             return []
@@ -259,7 +263,7 @@ class RendezvousState:
 
     def _to_ranks(self, message: Message) -> list[Post]:
         """Address a message to all processes that are not helpers."""
-        ranks = self._ranks
+        ranks = set(self._ranks)
         return [post for post in self._everyone(message) if post[0] in ranks]
 
     def _inquire(self, rank: int, message: Message, now: float) -> list[Post]:
@@ -290,6 +294,15 @@ class RendezvousState:
         if found is None:
             return keep_waiting
         return self.fail(found.message, rank=found.rank, peer=found.peer, step=found.step)
+
+
+def runs_of(texts: Iterable[str]) -> list[list[Any]]:
+    """Return texts as runs of equal ones, each behind its length: most ranks say the same.
+
+    >>> runs_of(["a", "a", "b"])
+    [[2, 'a'], [1, 'b']]
+    """
+    return [[len(list(same)), text] for text, same in groupby(texts)]
 
 
 _PLACE = {"rank": int | None, "peer": int | None, "step": int | None}

@@ -125,7 +125,7 @@ class TcpControlPlane(ControlPlane):
 
     def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
         answer = self._ask({"type": "gather", "data": base64.b64encode(data).decode()}, timeout)
-        return [base64.b64decode(part) for part in answer["data"]]
+        return [data for count, part in answer["runs"] for data in [base64.b64decode(part)] * count]
 
     def agree(self, signature: Signature, *, timeout: float, helped: bool = False) -> None:
         """The rendezvous compares, and answers once all ranks have come; with ``helped``, also all helpers."""
@@ -160,7 +160,8 @@ class TcpControlPlane(ControlPlane):
         """The error that all ranks raise if their signatures differ."""
         if self.control.differ is None:
             return None
-        signatures = [Signature.unpack(text.encode()) for text in self.control.differ["signatures"]]
+        runs = self.control.differ["runs"]
+        signatures = [one for count, text in runs for one in [Signature.unpack(text.encode())] * count]
         return disagreement(signatures, rank=self.rank)
 
     def largest(self, value: float, *, timeout: float) -> float:

@@ -46,6 +46,7 @@ from collectives.peers.rendezvous import (
 )
 from collectives.peers.rendezvous_state import FORMAT, Post, RendezvousState
 from collectives.peers.tcp_control_plane import TcpControlPlane
+from tests.support.checkout import ROOT
 from tests.support.forking import stopped_process
 from tests.support.hand_plans import forest_plan
 from tests.support.job_meeting import as_threads
@@ -154,6 +155,73 @@ def test_ranks_that_do_not_come_are_named() -> None:
         assert isinstance(error, BackendError)
         assert "only 2 of 4 ranks came, not ranks 1, 3" in str(error)
         assert error.peer == 1
+
+
+def test_a_rendezvous_opens_as_many_files_as_it_has_ranks_or_refuses_them() -> None:
+    script = """
+import resource
+from collectives.peers.rendezvous import Rendezvous
+from tests.collectives.peers.test_tcp_meeting import come, hello_of
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 500))
+with Rendezvous("127.0.0.1:0") as meeting:
+    print(come(meeting.address, hello_of(0, 500))["message"])
+    print(come(meeting.address, hello_of(0, 400))["type"], resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+    told = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert told.stdout.splitlines() == [
+        "the process of the rendezvous may open 500 files, and each of 500 ranks keeps a connection to it; raise the "
+        "limit where rank 0 starts (ulimit -n)",
+        "heard (500, 500)",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["gather", "agree", "largest"])
+def test_a_message_of_a_rank_costs_as_much_in_a_large_job(kind: str) -> None:
+    """Lines of Python that run, as a rank waits; the last message of a round answers all ranks."""
+
+    def lines(size: int) -> tuple[int, int]:
+        hub = RendezvousState(size)
+        for rank in range(size):
+            hub.join(hello_of(rank, size), 0.0)
+        said = [
+            {"type": kind, "data": "same", "signature": "same", "value": 1.0, "met": 0} for _ in range(size)
+        ]
+        counted = 0
+
+        def count(frame: Any, event: str, given: Any) -> Any:
+            nonlocal counted
+            counted += event == "line"
+            return count
+
+        costs, before = [], sys.gettrace()
+        for rank, message in enumerate(said):
+            counted = 0
+            sys.settrace(count)
+            try:
+                posts = hub.receive(rank, message, 0.0)
+            finally:
+                sys.settrace(before)
+            costs.append(counted)
+        assert len(posts) == size
+        return max(costs[:-1]), costs[-1] // size
+
+    (few, answer), (many, answers) = lines(8), lines(256)
+    assert many == few
+    assert answers <= answer
+
+
+def test_an_answer_has_equal_texts_once() -> None:
+    hub = RendezvousState(5)
+    for rank in range(5):
+        hub.join(hello_of(rank, 5), 0.0)
+    posts: list[Post] = []
+    for rank, text in enumerate(["a", "b", "b", "b", "a"]):
+        posts = hub.receive(rank, {"type": "gather", "data": text}, 0.0)
+    assert [rank for rank, _ in posts] == list(range(5))
+    assert posts[0][1] == {"type": "agreed", "runs": [[1, "a"], [3, "b"], [1, "a"]]}
 
 
 def test_windows_must_be_the_same_on_all_ranks() -> None:
