@@ -3,7 +3,7 @@
 All connections of a process share one thread (`ConnectionLoop`). A connection is made to an `Endpoint`, which has a
 public name and a secret key. Before anything else is read, both ends prove by HMAC-SHA-256 over two random numbers
 that they have the key. Then each message is a frame: its length, an authentication code over its number and its text,
-and the text, a JSON object. A replayed, truncated or changed frame ends the connection.
+and the text, a JSON object, compressed if it is long. A replayed, truncated or changed frame ends the connection.
 
 Until its owner has admitted it, a connection may send `STRANGER_BYTES` per frame, lives `STRANGER_SECONDS`, and is one
 of `STRANGERS` at most. Further connections wait in the backlog of the listening socket until one of these is admitted
@@ -24,6 +24,7 @@ import socket
 import struct
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,18 +44,20 @@ STRANGERS = 64  # connections that nobody has admitted yet, of one listener
 TURN_SECONDS = 0.25  # time after which the oldest of so many makes room for one that waits
 STRANGER_SECONDS = 2.0  # time until a connection must be admitted
 STRANGER_BYTES = 1 << 13  # length of its frames
-LONGEST = 1 << 24  # length of other frames
+LONGEST = 1 << 26  # length of other frames, also of what they are compressed from
+COMPRESSED_FROM = 1 << 12  # length of a text from which it is sent compressed
 READS = 64  # reads of one connection before the others have their turn
 JOIN_SECONDS = 1.0  # time for a function that the loop has called to return
 PAUSE_SECONDS = 0.1  # pause of a listener while the process has no file descriptors left
 
-MAGIC, VERSION = b"topoplan", 3
+MAGIC, VERSION = b"topoplan", 4
 NOBODY = 0  # version in the reply to a connection whose endpoint is closed
 _HELLO = struct.Struct("8sH16s32s64s")  # magic, version, name of the endpoint, random number, job
 _REPLY = struct.Struct("8sH32s64s32s")  # magic, version, random number, job, proof
 _PROOF = 32  # length of the dialling end's proof
 _FRAME = struct.Struct(">I16s")  # length, authentication code
 
+ZLIB = b"\x78"  # the first byte of a compressed text
 TLS_HANDSHAKE = b"\x16"  # the first byte of TLS
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -64,12 +67,18 @@ class HandshakeError(BackendError):
 
 
 def encode_message(message: Message) -> bytes:
-    """Return the text of a message; ValueError if a number in it is not finite."""
-    return json.dumps(message, allow_nan=False).encode()
+    """Return the text of a message, compressed if it is long; ValueError if a number in it is not finite.
+
+    Compressed text never begins as JSON does.
+    """
+    text = json.dumps(message, allow_nan=False).encode()
+    return text if len(text) < COMPRESSED_FROM else zlib.compress(text, 1)
 
 
-def decode_message(data: bytes) -> dict[str, Any]:
+def decode_message(data: bytes, longest: int = LONGEST) -> dict[str, Any]:
     """Return a message; ValueError for a text without a type, with numbers out of range, or nested too deeply.
+
+    A compressed text of more than `longest` bytes raises ValueError too, and is not decompressed further.
 
     Examples
     --------
@@ -77,8 +86,13 @@ def decode_message(data: bytes) -> dict[str, Any]:
     {'type': 'bye'}
     """
     try:
+        if data[:1] == ZLIB:
+            stream = zlib.decompressobj()
+            data = stream.decompress(data, longest)
+            if not stream.eof or stream.unused_data:
+                raise ValueError(f"a compressed text of more than {longest} bytes, or not whole")
         message = json.loads(data, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, zlib.error) as error:
         raise ValueError(f"not a message: {str(error)[:80]}") from None
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
         raise ValueError("not a message: it has no type")
@@ -802,7 +816,7 @@ class Connection:
     def _take_text(self, data: bytes) -> None:
         if not hmac.compare_digest(self._code, self._mac(1, data)):
             raise ValueError("a frame that the other end did not send")
-        self._heard.append(decode_message(data))
+        self._heard.append(decode_message(data, self._longest))
         self._needs, self._step = _FRAME.size, self._take_head
 
     def _frame(self, data: bytes) -> bytes:

@@ -28,6 +28,9 @@ from collectives.peers.control_plane import Waiting, attribute_failure
 
 FORMAT = "topoplan.tcp/4"
 
+ANNOUNCED = ("general", "ports", "links", "meets", "survivors")
+"""Fields of a hello that all ranks get, for `collectives.backends.tcp`."""
+
 ANSWER_SECONDS = 1.0  # time in which a rank that is not stopped answers what it waits for
 LOOK_SECONDS = 0.05  # interval of the checks whether silent ranks are stopped
 Post = tuple[int, Message]  # a rank, and a message for it
@@ -164,16 +167,8 @@ class RendezvousState:
 
     def _welcome(self) -> list[Post]:
         self.deadline = None
-        peers = {
-            str(rank): {
-                "general": hello["general"],
-                "ports": hello["ports"],
-                "links": hello.get("links"),
-                "meets": hello.get("meets", False),
-                "survivors": hello.get("survivors"),
-            }
-            for rank, hello in sorted(self.hellos.items())
-        }
+        hellos = [hello for _, hello in sorted(self.hellos.items())]
+        peers = {name: runs_of(hello.get(name) for hello in hellos) for name in ANNOUNCED}
         own = {"processes": process_namespace(), "pid": os.getpid()}
         return self._everyone(
             {"type": "welcome", "token": self._token, "host": self.host, "peers": peers, **own}
@@ -296,13 +291,18 @@ class RendezvousState:
         return self.fail(found.message, rank=found.rank, peer=found.peer, step=found.step)
 
 
-def runs_of(texts: Iterable[str]) -> list[list[Any]]:
-    """Return texts as runs of equal ones, each behind its length: most ranks say the same.
+def runs_of(values: Iterable[Any]) -> list[list[Any]]:
+    """Return the values of all ranks as runs of equal ones, each behind its length: most ranks say the same.
 
-    >>> runs_of(["a", "a", "b"])
-    [[2, 'a'], [1, 'b']]
+    >>> runs_of(["a", "a", "b"]), values_of([[2, "a"], [1, "b"]])
+    ([[2, 'a'], [1, 'b']], ['a', 'a', 'b'])
     """
-    return [[len(list(same)), text] for text, same in groupby(texts)]
+    return [[len(list(same)), value] for value, same in groupby(values)]
+
+
+def values_of(runs: Iterable[Sequence[Any]], read: Callable[[Any], Any] = lambda value: value) -> list[Any]:
+    """Return the values of `runs_of`; `read` is called once for each run."""
+    return [value for count, said in runs for value in [read(said)] * count]
 
 
 _PLACE = {"rank": int | None, "peer": int | None, "step": int | None}

@@ -34,6 +34,7 @@ from collectives.peers.environment import JobIdentity, job_identity
 from collectives.peers.peer_watchdog import LOOK
 from collectives.peers.rendezvous import AddressLock, Rendezvous, meeting_key, process_mark
 from collectives.peers.rendezvous_client import GRACE_SECONDS, RendezvousClient, told
+from collectives.peers.rendezvous_state import values_of
 from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError
 
 
@@ -71,7 +72,7 @@ class TcpControlPlane(ControlPlane):
     `rendezvous` is ``host:port`` or ``unix:/path``; rank 0 listens there, unless a `Rendezvous` does. All ranks must
     come within `timeout` seconds. `helpers` are processes besides the ranks, numbered behind them, that follow the
     agreements of the ranks. `hello` returns the announcement of this rank, such as its ports, given the address of
-    this machine from which it reaches the rendezvous; `welcome` has the announcements of all ranks. `changed` guards
+    this machine from which it reaches the rendezvous; `peers` returns those of all ranks. `changed` guards
     the state and is notified of every change, on a reentrant lock. `look` is called repeatedly while ranks are
     missing, and raises if one of them will not come. The back end sets `step`, the row at which this rank stops
     because of another, or None, and `met`, the number of barriers that this rank has passed without the rendezvous.
@@ -123,9 +124,15 @@ class TcpControlPlane(ControlPlane):
             raise
         atexit.register(self.close)
 
+    def peers(self) -> list[Message]:
+        """Return the announcements of all ranks and helpers, in order (`rendezvous_state.ANNOUNCED`)."""
+        columns = self._welcome["peers"]
+        rows = zip(*(values_of(runs) for runs in columns.values()), strict=True)
+        return [dict(zip(columns, row, strict=True)) for row in rows]
+
     def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
         answer = self._ask({"type": "gather", "data": base64.b64encode(data).decode()}, timeout)
-        return [data for count, part in answer["runs"] for data in [base64.b64decode(part)] * count]
+        return values_of(answer["runs"], base64.b64decode)
 
     def agree(self, signature: Signature, *, timeout: float, helped: bool = False) -> None:
         """The rendezvous compares, and answers once all ranks have come; with ``helped``, also all helpers."""
@@ -160,8 +167,7 @@ class TcpControlPlane(ControlPlane):
         """The error that all ranks raise if their signatures differ."""
         if self.control.differ is None:
             return None
-        runs = self.control.differ["runs"]
-        signatures = [one for count, text in runs for one in [Signature.unpack(text.encode())] * count]
+        signatures = values_of(self.control.differ["runs"], lambda text: Signature.unpack(text.encode()))
         return disagreement(signatures, rank=self.rank)
 
     def largest(self, value: float, *, timeout: float) -> float:
@@ -317,7 +323,7 @@ class TcpControlPlane(ControlPlane):
             if welcome is None:
                 self._undo.pop()()
                 time.sleep(RETRY_SECONDS)
-        self.welcome = welcome
+        self._welcome = welcome
         self.control.waiting = lambda: self.waiting()
 
     def _ask(self, message: Message, timeout: float) -> Message:

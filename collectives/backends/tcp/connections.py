@@ -391,7 +391,7 @@ class TcpConnections:
         self._listeners: dict[str, Listener] = {}
         self._endpoint = Endpoint.of_rank(key, self._accept, failed)
         self._failed = failed
-        self._peers: Mapping[str, Any] = {}
+        self._peers: Sequence[Message] = ()
         self._closed = False
         addresses = {wire.reaches for wire in wires.values() if wire.queue[1] == rank}
         for address in sorted(addresses | ({general} if general is not None else set())):
@@ -407,8 +407,8 @@ class TcpConnections:
         """How the other ranks connect to this one (`Endpoint.card`)."""
         return self._endpoint.card
 
-    def start(self, peers: Mapping[str, Any]) -> None:
-        """Open links from now on; `peers` holds the addresses and the cards of the other ranks."""
+    def start(self, peers: Sequence[Message]) -> None:
+        """Open links from now on; `peers` holds the addresses and the cards of all ranks, in order."""
         self._peers = peers
 
     def open(self, queue: Queue, timeout: float) -> None:
@@ -489,7 +489,7 @@ class TcpConnections:
         """Return an introduced connection to a rank."""
         peer = queue[1]
         wire = self._wires.get(queue)
-        entry = self._peers[str(peer)]
+        entry = self._peers[peer]
         address = entry["general"] if wire is None else wire.reaches
         port = entry["ports"].get(address)
         if port is None:

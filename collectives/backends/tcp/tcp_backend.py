@@ -520,8 +520,7 @@ class TcpBackend(OneRank):
 
     def _open_barrier(self, timeout: float) -> None:
         """Open the connections of the barrier if all ranks allow it; all ranks call this together."""
-        peers = self._world.welcome["peers"]
-        if self.size == 1 or not all(peer["meets"] for peer in peers.values()):
+        if self.size == 1 or not self._all_meet:
             return
         distances, network, world = barrier_distances(self.size), self._network, self._world
         for distance in distances:
@@ -620,15 +619,16 @@ class TcpBackend(OneRank):
             self._wakeup.close()
             raise
         (self._network,) = made
-        welcome = self._world.welcome
-        cards = [welcome["peers"][str(peer)].get("survivors") for peer in range(self.size)]
+        peers = self._world.peers()
+        self._all_meet = all(peer["meets"] for peer in peers)
+        cards = [peer["survivors"] for peer in peers[: self.size]]
         for one in own:
             if can_reach_each_other(cards):
                 one.know(self.rank, cards)
                 self.survivors = one
             else:
                 one.close()
-        self._network.start(welcome["peers"])
+        self._network.start(peers)
 
     def _end_with(self, error: BaseException) -> None:
         """End the job with an error of a thread of this rank."""

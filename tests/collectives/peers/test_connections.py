@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from collectives.peers import connections
 from collectives.peers.address import Address, listening_process, parse_address
 from collectives.peers.connections import (
     _FRAME,
+    LONGEST,
     STRANGERS,
     Connection,
     ConnectionLoop,
@@ -377,11 +379,28 @@ def test_one_process_listens_once_at_an_address_and_the_loop_ends_with_its_last_
         b"[]",
         b"\xff",
         b"",
+        zlib.compress(b"[]"),
+        zlib.compress(b'{"type": "x"}') + b"y",
+        zlib.compress(b'{"type": "x"}')[:-1],
+        b"x",
+        zlib.compress(b'{"type": "x", "a": "' + bytes(LONGEST) + b'"}'),
     ],
 )
 def test_a_text_that_no_rank_sends_is_no_message(text: bytes) -> None:
     with pytest.raises(ValueError, match="not a message"):
         decode_message(text)
+
+
+def test_long_messages_are_compressed_and_no_stranger_makes_a_listener_decompress_them() -> None:
+    message = {"type": "x", "texts": ["y" * 100] * 1000}
+    assert len(encode_message(message)) < 2000
+    assert decode_message(encode_message(message)) == message
+    with serving(b"k") as (listener, endpoint, there):
+        connection, _ = dialled(listener, endpoint, b"k")
+        connection.send(message)
+        there.wait(lambda end: end.ends)
+        assert "a compressed text of more than 8192 bytes" in str(there.ends[0])
+        connection.close()
 
 
 def test_numbers_that_are_not_finite_are_not_sent() -> None:
