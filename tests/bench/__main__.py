@@ -17,7 +17,7 @@ loopback low_rank modes mutations pairs planning published robustness scale sele
 three_phases windows
 """
 BENCHMARKS = NAMES.split()
-WITH_OPTIONS = ("executors", "hook", "mutations", "published", "testbed")
+WITH_OPTIONS = ("executors", "hook", "mutations", "published", "scale", "testbed")
 
 
 def run(name: str, *options: list[str]) -> None:

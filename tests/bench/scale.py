@@ -1,19 +1,39 @@
-"""From 128 to 4096 GPUs: planning, writing, reading, checking and memory, and the whole command."""
+"""From 128 to 4096 GPUs: planning, writing, reading, checking and memory, and the whole command; the control plane.
+
+``python -m tests.bench scale --ranks 64,128,256,512`` measures the control plane alone: processes that join a
+job, agree and gather. The bytes are the system's counts of the connections of the rendezvous.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import resource
+import secrets
+import select
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import log
 from pathlib import Path
+from statistics import linear_regression
+from typing import Any
 
+from collectives.peers.connections import ConnectionLoop, Message
+from collectives.peers.control_plane import Signature
+from collectives.peers.rendezvous import Rendezvous
+from collectives.peers.tcp_control_plane import TcpControlPlane
 from tests.bench.measure import LIMIT, measured
 from tests.bench.tables import Table
 from tests.support.checkout import ROOT
+from topoplan.cli.arguments import OneLineParser
+from topoplan.errors import UsageError
 
 MACHINES = (
     *(f"{servers} x A100" for servers in (16, 64, 128, 256, 512)),
@@ -24,7 +44,30 @@ MACHINES = (
 COLLECTIVES = ("allgather", "allreduce", "broadcast")
 
 
-def main() -> None:
+RANKS = "64,128,256,512"
+HOST_RANKS = 8  # ranks of a host
+AGREEMENTS = 5  # agreements, and gathers, that are averaged
+EXTRAPOLATED = 100_000
+JOIN_SECONDS = 120.0
+
+_BYTES = struct.Struct("QQ")  # of Linux's tcp_info: acknowledged, received
+_BYTES_AT = 120
+
+
+def main(options: Sequence[str] = ()) -> None:
+    parser = OneLineParser(prog="python -m tests.bench scale", description=__doc__)
+    parser.add_argument(
+        "--ranks", metavar="N,...", help=f"only the control plane, for so many ranks ({RANKS})"
+    )
+    given = parser.parse_args(options)
+    if given.ranks is None:
+        _print_planning()
+        print()
+    counts = sorted({int(count) for count in (given.ranks or RANKS).split(",")})
+    _print_control_plane(counts)
+
+
+def _print_planning() -> None:
     print(
         "servers of 8 A100 or 16 MI250 dies; measured: every link within 10 % of what is stated, no two alike;"
     )
@@ -83,3 +126,166 @@ def _print_command(folder: Path, command: str) -> None:
         f"  {seconds:6.2f} ({time.perf_counter() - started:.2f} elapsed, {len(done.stdout) / 1000:.1f} kB printed"
         f"{'' if done.returncode == 0 else f', STATUS {done.returncode}'})  topoplan {command}"
     )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What all ranks did once: seconds, bytes to and from the ranks of other hosts, and messages of a rank."""
+
+    seconds: float
+    sent: float
+    received: float
+    messages: float
+
+
+def _print_control_plane(counts: Sequence[int]) -> None:
+    print(
+        f"control plane of processes on this machine, as if {HOST_RANKS} were on a host; MB of the host of rank 0"
+    )
+    print("tcp: with the addresses and contact data that its ranks announce; other back ends announce none")
+    phases = ("join", "join, tcp", "agree", "gather, equal texts of 100 B", "gather, different texts")
+    table = Table(
+        "phase|<28", "ranks|7", "s|8.4f", "MB out|9.4f", "MB in|8.4f", "other host|10.4f", "messages|8.1f"
+    )
+    found: dict[str, list[Phase]] = {name: [] for name in phases}
+    for count in counts:
+        join, agree, equal, different = _joined(
+            count, lambda rank: {"general": None, "ports": {}, "flight_bytes": 0}
+        )
+        tcp, *_ = _joined(count, _announcement)
+        for name, phase in zip(phases, (join, tcp, agree, equal, different), strict=True):
+            found[name].append(phase)
+    for name in phases:
+        for count, phase in zip(counts, found[name], strict=True):
+            other = (phase.sent + phase.received) / max(count - HOST_RANKS, 1) * HOST_RANKS
+            table.row(
+                name,
+                count,
+                phase.seconds,
+                phase.sent / 1e6,
+                phase.received / 1e6,
+                other / 1e6,
+                phase.messages,
+            )
+        if len(counts) > 1:
+            _print_fit(table, name, counts, found[name])
+
+
+def _print_fit(table: Table, name: str, counts: Sequence[int], phases: Sequence[Phase]) -> None:
+    """Print the exponents of the ranks, and what they would give for many more."""
+    fits = [
+        linear_regression([log(count) for count in counts], [log(max(one, 1e-9)) for one in values])
+        for values in ([phase.seconds for phase in phases], [phase.sent for phase in phases])
+    ]
+    print(
+        f"    {name}: exponent of the ranks {fits[0].slope:.2f} (s), {fits[1].slope:.2f} (MB out);", end=" "
+    )
+    seconds, sent = (2.718281828459045 ** (fit.intercept + fit.slope * log(EXTRAPOLATED)) for fit in fits)
+    print(f"extrapolated, not measured, to {EXTRAPOLATED:,} ranks: {seconds:.3g} s, {sent / 1e6:.3g} MB out")
+
+
+def _announcement(rank: int) -> Message:
+    """Return an announcement as long as that of a rank of the tcp back end."""
+    host = f"10.{rank // HOST_RANKS // 256}.{rank // HOST_RANKS % 256}.1"
+    home = f"{rank // HOST_RANKS:08d}-3f6c-4c4c-9d0f-0123456789abnet:[4026531840]"
+    port = 30000 + secrets.randbelow(20000)
+    card = [host, port, secrets.token_hex(32), home, f"{home}pid:[4026531836]", 1000 + rank, -1]
+    about = {"general": host, "ports": {host: port}, "links": secrets.token_hex(32), "meets": True}
+    return {**about, "survivors": json.dumps(card), "flight_bytes": 1 << 22}
+
+
+def _joined(count: int, announcement: Callable[[int], Message]) -> list[Phase]:
+    """Return the phases of so many processes: join, agree, gather of equal texts and of different ones."""
+    size = 4
+    gates = [
+        os.pipe() for _ in range(size + 1)
+    ]  # a phase begins when its gate is closed; the last one ends the job
+    ended = [os.pipe() for _ in range(size)]
+    served, pids = Rendezvous("127.0.0.1:0", count), list[int]()  # it starts behind the forks
+    for rank in range(count):
+        pid = os.fork()
+        if not pid:
+            for _, write in gates:
+                os.close(write)
+            _work(
+                rank,
+                count,
+                served.address,
+                announcement,
+                [gate[0] for gate in gates],
+                [end[1] for end in ended],
+            )
+        pids.append(pid)
+    phases, before = list[Phase](), (0, 0, 0)
+    with served as rendezvous:
+        for number in range(size):
+            begun = time.monotonic()
+            os.close(gates[number][1])
+            seen = 0
+            while seen < count and select.select([ended[number][0]], [], [], JOIN_SECONDS)[0]:
+                seen += len(os.read(ended[number][0], count))
+            if seen < count:
+                raise UsageError(f"{count - seen} of {count} ranks have not come through phase {number}")
+            seconds, now = time.monotonic() - begun, _counted(rendezvous, count)
+            times = AGREEMENTS if number else 1
+            sent, received, messages = ((new - old) / times for new, old in zip(now, before, strict=True))
+            remote = max(count - HOST_RANKS, 0) / count
+            phases.append(Phase(seconds / times, sent * remote, received * remote, messages / count))
+            before = now
+        os.close(gates[size][1])
+    for pid in pids:
+        os.waitpid(pid, 0)
+    for pair in (*gates, *ended):
+        os.close(pair[0])
+    for _, write in ended:
+        os.close(write)
+    return phases
+
+
+def _work(
+    rank: int,
+    count: int,
+    address: str,
+    announcement: Callable[[int], Message],
+    gates: list[int],
+    ended: list[int],
+) -> None:
+    """The life of a process of the job."""
+    try:
+        os.read(gates[0], 1)
+        world = TcpControlPlane(
+            address, rank, count, timeout=JOIN_SECONDS, hello=lambda local: announcement(rank)
+        )
+        os.write(ended[0], b".")
+        signature = Signature(0, "0" * 16, count, "allreduce", None, "sum", "float32", 1 << 20, 1 << 16)
+        acts: tuple[Callable[[], Any], ...] = (
+            lambda: world.agree(signature, timeout=JOIN_SECONDS),
+            lambda: world.gather(b"x" * 100, timeout=JOIN_SECONDS),
+            lambda: world.gather(secrets.token_bytes(100), timeout=JOIN_SECONDS),
+        )
+        for act, gate, end in zip(acts, gates[1:-1], ended[1:], strict=True):
+            os.read(gate, 1)
+            for _ in range(AGREEMENTS):
+                act()
+            os.write(end, b".")
+        os.read(gates[-1], 1)
+        world.end()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _counted(rendezvous: Rendezvous, count: int) -> tuple[int, int, int]:
+    """Return the bytes sent and received so far by a rendezvous, and the messages, once all is acknowledged."""
+    loop = ConnectionLoop.hold()
+    loop.settle()
+    loop.release()
+    time.sleep(0.1)
+    ranks = [one.connection for one in rendezvous._openings[0].visitors.values()]
+    assert len(ranks) == count
+    info = [one.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256) for one in ranks]
+    sent, received = (
+        sum(part) for part in zip(*(_BYTES.unpack_from(one, _BYTES_AT) for one in info), strict=True)
+    )
+    return sent, received, sum(sum(one._counts) for one in ranks)
