@@ -5,6 +5,11 @@ before all have agreed, so a rank with an empty table is compared too. If signat
 and the job continues. The first failure that a rank reports is sent to all ranks verbatim; later ones are consequences
 and are dropped.
 
+The welcome has the announcements of all ranks, so all welcomes together grow with the square of the ranks. In a job
+above `FANOUT` ranks they come over a tree of hosts: `FANOUT` hosts get them from the rendezvous on their first rank,
+which passes them on to the first ranks of as many other hosts and to the ranks of its own host. The other ranks are
+told from whom, and a digest; a rank that gets nothing from there asks the rendezvous.
+
 Ranks may also agree elsewhere (`collectives.backends.tcp.collective_state`). Then only ranks that wait long report
 here, with the number of the barrier that they wait in, so that no rank counts as waiting for a barrier that is over.
 
@@ -19,6 +24,7 @@ import os
 import secrets
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
 from itertools import groupby
 from typing import Any
 
@@ -33,6 +39,7 @@ ANNOUNCED = ("general", "ports", "links", "meets", "survivors")
 
 ANSWER_SECONDS = 1.0  # time in which a rank that is not stopped answers what it waits for
 LOOK_SECONDS = 0.05  # interval of the checks whether silent ranks are stopped
+FANOUT = 64  # ranks that get the announcements of all ranks from one
 Post = tuple[int, Message]  # a rank, and a message for it
 
 
@@ -62,6 +69,7 @@ class RendezvousState:
         self._stalled: list[int] = []
         self._stall_timeout = self._answers_by = 0.0
         self._answers: dict[int, Waiting] = {}
+        self._announced: Message = {}
 
     @property
     def complete(self) -> bool:
@@ -110,6 +118,8 @@ class RendezvousState:
             return []
         if kind in ("agree", "largest", "gather"):
             return self._enter(rank, message) if self._waits(message) else []
+        if kind == "peers" and self.complete:
+            return [(rank, {"type": "peers", "peers": self._announced})]
         if kind == "follow":
             self._following.add(rank)
             return self._answer() or self._release()
@@ -168,11 +178,15 @@ class RendezvousState:
     def _welcome(self) -> list[Post]:
         self.deadline = None
         hellos = [hello for _, hello in sorted(self.hellos.items())]
-        peers = {name: runs_of(hello.get(name) for hello in hellos) for name in ANNOUNCED}
+        peers = self._announced = {name: runs_of(hello.get(name) for hello in hellos) for name in ANNOUNCED}
         own = {"processes": process_namespace(), "pid": os.getpid()}
-        return self._everyone(
-            {"type": "welcome", "token": self._token, "host": self.host, "peers": peers, **own}
-        )
+        welcome: Message = {"type": "welcome", "token": self._token, "host": self.host, **own}
+        whole, told = {**welcome, "peers": peers}, {**welcome, "digest": digest_of(peers)}
+        posts = []
+        for rank, source in sources_of(hellos).items():
+            contact = None if source is None else _contact(hellos[source])
+            posts.append((rank, whole if contact is None else {**told, "source": contact}))
+        return sorted(posts, key=lambda post: (post[0] == self.host, "source" in post[1], post[0]))
 
     def _everyone(self, message: Message) -> list[Post]:
         """Address a message to all ranks, the host's last: it may end the process."""
@@ -291,6 +305,43 @@ class RendezvousState:
         return self.fail(found.message, rank=found.rank, peer=found.peer, step=found.step)
 
 
+def sources_of(hellos: Sequence[Message]) -> dict[int, int | None]:
+    """Return from which rank each rank gets the announcements of all; None for the rendezvous.
+
+    Hosts are those with the same ``processes``, their ranks in ascending order.
+
+    Examples
+    --------
+    >>> sources = sources_of([{"processes": f"host {rank // 8}"} for rank in range(1024)])
+    >>> [sources[rank] for rank in (0, 1, 8, 15, 511, 512, 520, 1016, 1023)]
+    [None, 0, None, 8, 504, 8, 8, 8, 1016]
+    """
+    if len(hellos) <= FANOUT:
+        return dict.fromkeys(range(len(hellos)))
+    hosts: dict[str, list[int]] = {}
+    for rank, hello in enumerate(hellos):
+        hosts.setdefault(str(hello.get("processes")), []).append(rank)
+    first = [ranks[0] for ranks in hosts.values()]
+    found: dict[int, int | None] = {}
+    for number, ranks in enumerate(hosts.values()):
+        found[ranks[0]] = first[number // FANOUT] if number >= FANOUT else None
+        found.update({rank: ranks[place // FANOUT] for place, rank in enumerate(ranks) if place})
+    return found
+
+
+def digest_of(announced: Message) -> str:
+    """Return the digest of announcements, by which a rank recognises what another one passes on."""
+    return sha256(json.dumps(announced, sort_keys=True).encode()).hexdigest()
+
+
+def _contact(hello: Message) -> Message | None:
+    """Return how ranks reach the rank of a hello; None if it only reaches others, or listens at its wires alone."""
+    port = hello["ports"].get(hello["general"])
+    if port is None or not hello.get("links"):
+        return None
+    return {"general": hello["general"], "port": port, "links": hello["links"]}
+
+
 def runs_of(values: Iterable[Any]) -> list[list[Any]]:
     """Return the values of all ranks as runs of equal ones, each behind its length: most ranks say the same.
 
@@ -310,6 +361,7 @@ _WAIT = {"peer": int | None, "step": int | None, "idle": int | float | None}
 FIELDS: Mapping[str, Mapping[str, Any]] = {
     "bye": {},
     "follow": {},
+    "peers": {},
     "agree": {"signature": str},
     "largest": {"value": int | float},
     "gather": {"data": str},

@@ -14,15 +14,17 @@ import contextlib
 import math
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from errno import EADDRINUSE
+from typing import Any
 
 from collectives.peers.address import RETRY_SECONDS, Address, listening_process, parse_address
 from collectives.peers.agreement import Gather, gather_or_raise
-from collectives.peers.connections import Message
+from collectives.peers.connections import Connection, Endpoint, Message, encode_message
 from collectives.peers.control_plane import (
     ControlPlane,
     Signature,
@@ -34,7 +36,7 @@ from collectives.peers.environment import JobIdentity, job_identity
 from collectives.peers.peer_watchdog import LOOK
 from collectives.peers.rendezvous import AddressLock, Rendezvous, meeting_key, process_mark
 from collectives.peers.rendezvous_client import GRACE_SECONDS, RendezvousClient, told
-from collectives.peers.rendezvous_state import values_of
+from collectives.peers.rendezvous_state import digest_of, values_of
 from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError
 
 
@@ -63,6 +65,7 @@ def rendezvous_within(
         raise
 
 
+SOURCE_SECONDS = 5.0  # time for another rank to pass the announcements on, before the rendezvous is asked
 NO_END = 1e6  # timeout of a helper that waits for work; then it checks that the ranks still run
 
 
@@ -76,6 +79,7 @@ class TcpControlPlane(ControlPlane):
     the state and is notified of every change, on a reentrant lock. `look` is called repeatedly while ranks are
     missing, and raises if one of them will not come. The back end sets `step`, the row at which this rank stops
     because of another, or None, and `met`, the number of barriers that this rank has passed without the rendezvous.
+    After `peers`, `announced` is the text of the message in which this rank passes the announcements on to others.
 
     Raises
     ------
@@ -112,6 +116,9 @@ class TcpControlPlane(ControlPlane):
         self.changed = changed or threading.Condition()
         self.step: Callable[[int | None], int | None] = lambda peer: self.waiting().step
         self.met = 0
+        self.announced = b""
+        self._timeout = timeout
+        self._key = b""
         self._found: BackendError | None = None
         self._own: Message | None = None  # a failure that this rank has noticed and not reported yet
         self._process = os.getpid()
@@ -125,10 +132,52 @@ class TcpControlPlane(ControlPlane):
         atexit.register(self.close)
 
     def peers(self) -> list[Message]:
-        """Return the announcements of all ranks and helpers, in order (`rendezvous_state.ANNOUNCED`)."""
-        columns = self._welcome["peers"]
+        """Return the announcements of all ranks and helpers, in order (`rendezvous_state.ANNOUNCED`).
+
+        In large jobs another rank passes them on (`announced`), or else the rendezvous; raises `BackendError` if the
+        job fails meanwhile.
+        """
+        columns = self._welcome["peers"] if "peers" in self._welcome else self._passed_on()
+        if columns is None:
+            self.control.say({"type": "peers"})
+            self.wait(lambda: self.control.announced is not None, timeout=self._timeout)
+            columns = self.control.announced
+        assert columns is not None, "the wait is over"
+        self.announced = encode_message({"type": "peers", "peers": columns})
         rows = zip(*(values_of(runs) for runs in columns.values()), strict=True)
         return [dict(zip(columns, row, strict=True)) for row in rows]
+
+    def _passed_on(self) -> Message | None:
+        """Return the announcements that the rank passes on whom the rendezvous has named; None without an answer."""
+        source, answers, ended = self._welcome["source"], list[Message](), list[object]()
+
+        def note(where: list[Any], *what: object) -> None:
+            with self.changed:
+                where.extend(what)
+                self.changed.notify_all()
+
+        until = time.monotonic() + SOURCE_SECONDS
+        try:
+            made = socket.create_connection((source["general"], source["port"]), SOURCE_SECONDS)
+        except OSError:
+            return None
+        connection = Connection.dial(
+            made,
+            *Endpoint.named(source["links"], self._key),
+            receive=lambda messages: note(answers, *messages),
+            ended=lambda error: note(ended, error),
+            failed=lambda error: note(ended, error),
+        )
+        try:
+            connection.send({"type": "peers"})
+            with self.changed:
+                while not answers and not ended and (left := until - time.monotonic()) > 0:
+                    self._check()
+                    self.changed.wait(left)
+        finally:
+            connection.close()
+        columns: Message | None = answers[0].get("peers") if answers else None
+        return columns if columns and digest_of(columns) == self._welcome["digest"] else None
 
     def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
         answer = self._ask({"type": "gather", "data": base64.b64encode(data).decode()}, timeout)
@@ -274,7 +323,8 @@ class TcpControlPlane(ControlPlane):
     ) -> None:
         problem, until = "", time.monotonic() + timeout
         where = parse_address(rendezvous)
-        key, job = meeting_key(where), job_identity(self.size + self.helpers)
+        key = self._key = meeting_key(where)
+        job = job_identity(self.size + self.helpers)
         made: list[RendezvousClient] = []
         foreign: UsageError | None = None
         if self.rank == 0:

@@ -356,11 +356,16 @@ BARRIER = "meeting"
 """The channel of the barrier's connections."""
 
 
+LINGER_SECONDS = 0.2  # time for announcements that wait for the network when this rank closes its connections
+
+
 class TcpConnections:
     """Listen for links to a rank, and open links from it.
 
     `general` is the address for links without wires, or None; `key` is that of the job. `changed` is a condition on
     `lock`, the back end's, that is notified when a connection has come.
+
+    A rank may also ask for the announcements of all ranks, which this one passes on (`rendezvous_state`).
 
     `outgoing` and `incoming` hold the open links from and to this rank, `barrier_out` and `barrier_in` the barrier's
     connections by peer, and `card` lets the other ranks connect. Raises `UsageError` if an address of the wires is not
@@ -392,6 +397,8 @@ class TcpConnections:
         self._endpoint = Endpoint.of_rank(key, self._accept, failed)
         self._failed = failed
         self._peers: Sequence[Message] = ()
+        self._announced = b""
+        self._asking: list[Connection] = []  # ranks that want the announcements, or have them
         self._closed = False
         addresses = {wire.reaches for wire in wires.values() if wire.queue[1] == rank}
         for address in sorted(addresses | ({general} if general is not None else set())):
@@ -407,9 +414,16 @@ class TcpConnections:
         """How the other ranks connect to this one (`Endpoint.card`)."""
         return self._endpoint.card
 
-    def start(self, peers: Sequence[Message]) -> None:
-        """Open links from now on; `peers` holds the addresses and the cards of all ranks, in order."""
-        self._peers = peers
+    def start(self, peers: Sequence[Message], announced: bytes) -> None:
+        """Open links from now on; `peers` holds the addresses and the cards of all ranks, in order.
+
+        `announced` is the text of the message to ranks that ask for these.
+        """
+        with self._lock:
+            self._peers, self._announced = peers, announced
+            asking = list(self._asking)
+        for connection in asking:
+            connection.send_encoded(announced)
 
     def open(self, queue: Queue, timeout: float) -> None:
         """Open a link from this rank, if it is not open yet; raise ConnectionError with a message for the caller."""
@@ -465,6 +479,8 @@ class TcpConnections:
             self._closed = True
         for listener in self._listeners.values():
             listener.leave(self._endpoint)
+        for asking in self._asking:
+            asking.close(LINGER_SECONDS)
         kept = (self.outgoing, self.incoming, self.barrier_out, self.barrier_in)
         for connection in [connection for some in kept for connection in some.values()]:
             # closing alone does not end the connection while a forked process has it too
@@ -517,7 +533,10 @@ class TcpConnections:
         connection.start_link(self._identify, self._failed)
 
     def _identify(self, connection: Connection, message: Message) -> None:
-        """Keep a connection that has said which link it is."""
+        """Keep a connection that has said which link it is, or answer a rank that asks for the announcements."""
+        if message["type"] == "peers":
+            self._pass_on(connection)
+            return
         queue, kept = self._queue_of(message), False
         if queue is None:
             connection.close()
@@ -533,6 +552,17 @@ class TcpConnections:
                 self._changed.notify_all()
         if not kept:
             made.close()
+
+    def _pass_on(self, connection: Connection) -> None:
+        """Send a rank the announcements of all ranks, once they are known."""
+        connection.admit()
+        with self._lock:
+            closed, announced = self._closed, self._announced
+            self._asking.append(connection)
+        if closed:
+            connection.close()
+        elif announced:
+            connection.send_encoded(announced)
 
     def _queue_of(self, message: Message) -> Queue | None:
         """Return the link that a rank has named; None if there is none."""

@@ -576,6 +576,8 @@ class TcpBackend(OneRank):
         key = meeting_key(parse_address(rendezvous))
         made: list[TcpConnections] = []
         own: list[MembershipProtocol] = []
+        undo = contextlib.ExitStack()
+        undo.callback(self._wakeup.close)
 
         def hello(local: str) -> Message:
             network = TcpConnections(
@@ -588,6 +590,7 @@ class TcpBackend(OneRank):
                 failed=self._end_with,
             )
             made.append(network)
+            undo.callback(network.close)
             meets = network.general is not None and not self._wires and not self.helpers
             about = {
                 "general": network.general,
@@ -597,10 +600,11 @@ class TcpBackend(OneRank):
             }
             if network.general is not None and not self.helpers and self.survivors is None:
                 own.append(MembershipProtocol(local))
+                undo.callback(own[0].close)
                 about["survivors"] = own[0].card
             return {**about, "flight_bytes": self._flight_bytes}
 
-        try:
+        with undo:
             self._world = TcpControlPlane(
                 rendezvous,
                 self.rank,
@@ -611,15 +615,10 @@ class TcpBackend(OneRank):
                 changed=self._wakeup,
                 look=None if look is None else lambda: look.check(until),
             )
-        except BaseException:
-            for network in made:
-                network.close()
-            for one in own:
-                one.close()
-            self._wakeup.close()
-            raise
+            undo.callback(self._world.end)
+            peers = self._world.peers()
+            undo.pop_all()
         (self._network,) = made
-        peers = self._world.peers()
         self._all_meet = all(peer["meets"] for peer in peers)
         cards = [peer["survivors"] for peer in peers[: self.size]]
         for one in own:
@@ -628,7 +627,7 @@ class TcpBackend(OneRank):
                 self.survivors = one
             else:
                 one.close()
-        self._network.start(peers)
+        self._network.start(peers, self._world.announced)
 
     def _end_with(self, error: BaseException) -> None:
         """End the job with an error of a thread of this rank."""

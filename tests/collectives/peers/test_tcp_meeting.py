@@ -22,8 +22,9 @@ import pytest
 
 from collectives import Communicator
 from collectives.backends.shared.shared_backend import SharedBackend
+from collectives.backends.tcp.connections import TcpConnections
 from collectives.backends.tcp.tcp_backend import TcpBackend
-from collectives.peers import address
+from collectives.peers import address, rendezvous_client, rendezvous_state, tcp_control_plane
 from collectives.peers.address import (
     INTERACTIVE,
     LOW_DELAY,
@@ -44,7 +45,7 @@ from collectives.peers.rendezvous import (
     _Opening,
     process_mark,
 )
-from collectives.peers.rendezvous_state import FORMAT, Post, RendezvousState
+from collectives.peers.rendezvous_state import ANNOUNCED, FORMAT, Post, RendezvousState
 from collectives.peers.tcp_control_plane import TcpControlPlane
 from tests.support.checkout import ROOT
 from tests.support.forking import stopped_process
@@ -222,6 +223,89 @@ def test_an_answer_has_equal_texts_once() -> None:
         posts = hub.receive(rank, {"type": "gather", "data": text}, 0.0)
     assert [rank for rank, _ in posts] == list(range(5))
     assert posts[0][1] == {"type": "agreed", "runs": [[1, "a"], [3, "b"], [1, "a"]]}
+
+
+class Passing:
+    """A job above the fan-out, of two ranks on a host: its welcomes, and the ranks that ask the rendezvous."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.posts: list[Post] = []
+        self.asked: list[int] = []
+        self._own = threading.local()
+        welcome, receive = RendezvousState._welcome, RendezvousState.receive
+
+        def posted(hub: RendezvousState) -> list[Post]:
+            self.posts = welcome(hub)
+            return self.posts
+
+        def received(hub: RendezvousState, rank: int, message: Message, now: float) -> list[Post]:
+            self.asked += [rank] if message["type"] == "peers" else []
+            return receive(hub, rank, message, now)
+
+        monkeypatch.setattr(rendezvous_state, "FANOUT", 2)
+        monkeypatch.setattr(RendezvousState, "_welcome", posted)
+        monkeypatch.setattr(RendezvousState, "receive", received)
+        monkeypatch.setattr(rendezvous_client, "process_namespace", lambda: f"host {self._own.rank // 2}")
+
+    def peers(self) -> list[Any]:
+        """What every rank knows of all, or its error."""
+        with Rendezvous("127.0.0.1:0", 11) as self.meeting:
+            return as_threads(11, self._come)
+
+    def _come(self, rank: int) -> list[Message]:
+        self._own.rank = rank
+        backend = TcpBackend(rank, 11, rendezvous=self.meeting.address, timeout=20)
+        try:
+            backend.reach_others(20)
+            return backend._world.peers()
+        finally:
+            backend.close()
+
+
+def test_hosts_pass_the_announcements_of_all_ranks_on_in_a_large_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Passing(monkeypatch)
+    found = job.peers()
+    assert sorted(rank for rank, welcome in job.posts if "peers" in welcome) == [0, 2]
+    assert job.asked == []
+    assert len(found[0]) == 11
+    assert all(peers == found[0] for peers in found)
+
+
+def of_nobody(network: TcpConnections, connection: Connection) -> None:
+    connection.close()
+
+
+def of_another_job(network: TcpConnections, connection: Connection) -> None:
+    connection.send({"type": "peers", "peers": {name: [[11, None]] for name in ANNOUNCED}})
+
+
+def of_a_stopped_rank(network: TcpConnections, connection: Connection) -> None:
+    connection.admit()
+
+
+@pytest.mark.parametrize("pass_on", [of_nobody, of_another_job, of_a_stopped_rank])
+def test_a_rank_asks_the_rendezvous_when_another_one_does_not_pass_the_announcements_on(
+    monkeypatch: pytest.MonkeyPatch, pass_on: Any
+) -> None:
+    monkeypatch.setattr(tcp_control_plane, "SOURCE_SECONDS", 0.3)
+    monkeypatch.setattr(TcpConnections, "_pass_on", pass_on)
+    job = Passing(monkeypatch)
+    found = job.peers()
+    assert set(job.asked) == {1, 3, 4, 5, 6, 7, 8, 9, 10}
+    assert all(isinstance(peers, list) and peers == found[0] for peers in found), found
+
+
+def test_a_rank_that_waits_for_announcements_hears_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_control_plane, "SOURCE_SECONDS", 9999)
+    job = Passing(monkeypatch)
+
+    def fail(network: TcpConnections, connection: Connection) -> None:
+        connection.admit()
+        job.meeting.broke(RuntimeError("a bug"))
+
+    monkeypatch.setattr(TcpConnections, "_pass_on", fail)
+    found = job.peers()
+    assert all("RuntimeError: a bug" in str(error) for error in found), found
 
 
 def test_windows_must_be_the_same_on_all_ranks() -> None:
