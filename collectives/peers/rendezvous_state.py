@@ -8,7 +8,8 @@ and are dropped.
 The welcome has the announcements of all ranks, so all welcomes together grow with the square of the ranks. In a job
 above `FANOUT` ranks they come over a tree of hosts: `FANOUT` hosts get them from the rendezvous on their first rank,
 which passes them on to the first ranks of as many other hosts and to the ranks of its own host. The other ranks are
-told from whom, and a digest; a rank that gets nothing from there asks the rendezvous.
+told from whom, and a digest; a rank that gets nothing from there asks the rendezvous. No rank continues before all have
+them (`TcpControlPlane.peers`).
 
 Ranks may also agree elsewhere (`collectives.backends.tcp.collective_state`). Then only ranks that wait long report
 here, with the number of the barrier that they wait in, so that no rank counts as waiting for a barrier that is over.
@@ -180,12 +181,15 @@ class RendezvousState:
         hellos = [hello for _, hello in sorted(self.hellos.items())]
         peers = self._announced = {name: runs_of(hello.get(name) for hello in hellos) for name in ANNOUNCED}
         own = {"processes": process_namespace(), "pid": os.getpid()}
-        welcome: Message = {"type": "welcome", "token": self._token, "host": self.host, **own}
-        whole, told = {**welcome, "peers": peers}, {**welcome, "digest": digest_of(peers)}
-        posts = []
-        for rank, source in sources_of(hellos).items():
-            contact = None if source is None else _contact(hellos[source])
-            posts.append((rank, whole if contact is None else {**told, "source": contact}))
+        welcome: dict[str, Any] = {"type": "welcome", "token": self._token, "host": self.host, **own}
+        sources = sources_of(hellos)
+        contacts = {rank: None if one is None else _contact(hellos[one]) for rank, one in sources.items()}
+        if any(contacts.values()):
+            welcome["digest"] = digest_of(peers)
+        whole = {**welcome, "peers": peers}
+        posts = [
+            (rank, {**welcome, "source": contact} if contact else whole) for rank, contact in contacts.items()
+        ]
         return sorted(posts, key=lambda post: (post[0] == self.host, "source" in post[1], post[0]))
 
     def _everyone(self, message: Message) -> list[Post]:
@@ -308,7 +312,8 @@ class RendezvousState:
 def sources_of(hellos: Sequence[Message]) -> dict[int, int | None]:
     """Return from which rank each rank gets the announcements of all; None for the rendezvous.
 
-    Hosts are those with the same ``processes``, their ranks in ascending order.
+    Hosts are those with the same ``processes``, their ranks in ascending order. In a job with helpers, which do not
+    wait for others, all get them from the rendezvous.
 
     Examples
     --------
@@ -316,7 +321,7 @@ def sources_of(hellos: Sequence[Message]) -> dict[int, int | None]:
     >>> [sources[rank] for rank in (0, 1, 8, 15, 511, 512, 520, 1016, 1023)]
     [None, 0, None, 8, 504, 8, 8, 8, 1016]
     """
-    if len(hellos) <= FANOUT:
+    if len(hellos) <= FANOUT or any(hello.get("helper") for hello in hellos):
         return dict.fromkeys(range(len(hellos)))
     hosts: dict[str, list[int]] = {}
     for rank, hello in enumerate(hellos):

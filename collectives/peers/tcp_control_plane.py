@@ -79,7 +79,6 @@ class TcpControlPlane(ControlPlane):
     the state and is notified of every change, on a reentrant lock. `look` is called repeatedly while ranks are
     missing, and raises if one of them will not come. The back end sets `step`, the row at which this rank stops
     because of another, or None, and `met`, the number of barriers that this rank has passed without the rendezvous.
-    After `peers`, `announced` is the text of the message in which this rank passes the announcements on to others.
 
     Raises
     ------
@@ -116,7 +115,6 @@ class TcpControlPlane(ControlPlane):
         self.changed = changed or threading.Condition()
         self.step: Callable[[int | None], int | None] = lambda peer: self.waiting().step
         self.met = 0
-        self.announced = b""
         self._timeout = timeout
         self._key = b""
         self._found: BackendError | None = None
@@ -131,11 +129,11 @@ class TcpControlPlane(ControlPlane):
             raise
         atexit.register(self.close)
 
-    def peers(self) -> list[Message]:
+    def peers(self, pass_on: Callable[[bytes], None] = lambda text: None) -> list[Message]:
         """Return the announcements of all ranks and helpers, in order (`rendezvous_state.ANNOUNCED`).
 
-        In large jobs another rank passes them on (`announced`), or else the rendezvous; raises `BackendError` if the
-        job fails meanwhile.
+        In large jobs they come over other ranks. `pass_on` gets the text of the message for those that ask this rank,
+        and returns at once; the ranks wait until all have it. Raises `BackendError` if the job fails meanwhile.
         """
         columns = self._welcome["peers"] if "peers" in self._welcome else self._passed_on()
         if columns is None:
@@ -143,7 +141,11 @@ class TcpControlPlane(ControlPlane):
             self.wait(lambda: self.control.announced is not None, timeout=self._timeout)
             columns = self.control.announced
         assert columns is not None, "the wait is over"
-        self.announced = encode_message({"type": "peers", "peers": columns})
+        if "digest" in self._welcome:
+            pass_on(encode_message({"type": "peers", "peers": columns}))
+            self.gather(b"", timeout=self._timeout)
+            with self.changed:
+                self.control.answer = None  # this rank has called nothing yet
         rows = zip(*(values_of(runs) for runs in columns.values()), strict=True)
         return [dict(zip(columns, row, strict=True)) for row in rows]
 

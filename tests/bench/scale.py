@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from pathlib import Path
 from statistics import linear_regression
 from typing import Any
 
+from collectives.backends.tcp.connections import TcpConnections
+from collectives.peers import rendezvous_client
 from collectives.peers.connections import ConnectionLoop, Message
 from collectives.peers.control_plane import Signature
 from collectives.peers.rendezvous import Rendezvous
@@ -142,17 +145,17 @@ def _print_control_plane(counts: Sequence[int]) -> None:
     print(
         f"control plane of processes on this machine, as if {HOST_RANKS} were on a host; MB of the host of rank 0"
     )
-    print("tcp: with the addresses and contact data that its ranks announce; other back ends announce none")
+    print(
+        "tcp: with the addresses and contact data that its ranks announce; ranks of other back ends announce none"
+    )
     phases = ("join", "join, tcp", "agree", "gather, equal texts of 100 B", "gather, different texts")
     table = Table(
         "phase|<28", "ranks|7", "s|8.4f", "MB out|9.4f", "MB in|8.4f", "other host|10.4f", "messages|8.1f"
     )
     found: dict[str, list[Phase]] = {name: [] for name in phases}
     for count in counts:
-        join, agree, equal, different = _joined(
-            count, lambda rank: {"general": None, "ports": {}, "flight_bytes": 0}
-        )
-        tcp, *_ = _joined(count, _announcement)
+        join, agree, equal, different = _joined(count, announces=False)
+        tcp, *_ = _joined(count, announces=True)
         for name, phase in zip(phases, (join, tcp, agree, equal, different), strict=True):
             found[name].append(phase)
     for name in phases:
@@ -184,17 +187,23 @@ def _print_fit(table: Table, name: str, counts: Sequence[int], phases: Sequence[
     print(f"extrapolated, not measured, to {EXTRAPOLATED:,} ranks: {seconds:.3g} s, {sent / 1e6:.3g} MB out")
 
 
-def _announcement(rank: int) -> Message:
-    """Return an announcement as long as that of a rank of the tcp back end."""
-    host = f"10.{rank // HOST_RANKS // 256}.{rank // HOST_RANKS % 256}.1"
+def _announced(rank: int, network: TcpConnections) -> Message:
+    """Return an announcement as that of a rank of the tcp back end, on a host of its own network."""
     home = f"{rank // HOST_RANKS:08d}-3f6c-4c4c-9d0f-0123456789abnet:[4026531840]"
-    port = 30000 + secrets.randbelow(20000)
-    card = [host, port, secrets.token_hex(32), home, f"{home}pid:[4026531836]", 1000 + rank, -1]
-    about = {"general": host, "ports": {host: port}, "links": secrets.token_hex(32), "meets": True}
+    card = [
+        f"10.0.{rank // HOST_RANKS}.1",
+        1,
+        secrets.token_hex(32),
+        home,
+        f"{home}pid:[4026531836]",
+        rank,
+        -1,
+    ]
+    about = {"general": network.general, "ports": network.ports, "links": network.card, "meets": True}
     return {**about, "survivors": json.dumps(card), "flight_bytes": 1 << 22}
 
 
-def _joined(count: int, announcement: Callable[[int], Message]) -> list[Phase]:
+def _joined(count: int, *, announces: bool) -> list[Phase]:
     """Return the phases of so many processes: join, agree, gather of equal texts and of different ones."""
     size = 4
     gates = [
@@ -207,11 +216,12 @@ def _joined(count: int, announcement: Callable[[int], Message]) -> list[Phase]:
         if not pid:
             for _, write in gates:
                 os.close(write)
+            served._listener._socket.close()
             _work(
                 rank,
                 count,
                 served.address,
-                announcement,
+                announces,
                 [gate[0] for gate in gates],
                 [end[1] for end in ended],
             )
@@ -242,20 +252,27 @@ def _joined(count: int, announcement: Callable[[int], Message]) -> list[Phase]:
     return phases
 
 
-def _work(
-    rank: int,
-    count: int,
-    address: str,
-    announcement: Callable[[int], Message],
-    gates: list[int],
-    ended: list[int],
-) -> None:
+def _work(rank: int, count: int, address: str, announces: bool, gates: list[int], ended: list[int]) -> None:
     """The life of a process of the job."""
+    made: list[TcpConnections] = []
+    changed = threading.Condition(lock := threading.RLock())
+
+    def announced(local: str) -> Message:
+        made.append(
+            TcpConnections(
+                rank, local, {}, key=b"", lock=lock, changed=changed, failed=traceback.print_exception
+            )
+        )
+        return _announced(rank, made[0])
+
     try:
         os.read(gates[0], 1)
-        world = TcpControlPlane(
-            address, rank, count, timeout=JOIN_SECONDS, hello=lambda local: announcement(rank)
-        )
+        # ranks of one host pass announcements on
+        rendezvous_client.process_namespace = lambda: f"host {rank // HOST_RANKS}"
+        options: dict[str, Any] = {"hello": announced} if announces else {}
+        world = TcpControlPlane(address, rank, count, timeout=JOIN_SECONDS, changed=changed, **options)
+        if announces:
+            world.peers(made[0].pass_on)
         os.write(ended[0], b".")
         signature = Signature(0, "0" * 16, count, "allreduce", None, "sum", "float32", 1 << 20, 1 << 16)
         acts: tuple[Callable[[], Any], ...] = (

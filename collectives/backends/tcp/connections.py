@@ -414,13 +414,14 @@ class TcpConnections:
         """How the other ranks connect to this one (`Endpoint.card`)."""
         return self._endpoint.card
 
-    def start(self, peers: Sequence[Message], announced: bytes) -> None:
-        """Open links from now on; `peers` holds the addresses and the cards of all ranks, in order.
+    def start(self, peers: Sequence[Message]) -> None:
+        """Open links from now on; `peers` holds the addresses and the cards of all ranks, in order."""
+        self._peers = peers
 
-        `announced` is the text of the message to ranks that ask for these.
-        """
+    def pass_on(self, announced: bytes) -> None:
+        """Send the text of a message to the ranks that ask for the announcements of all, also to later ones."""
         with self._lock:
-            self._peers, self._announced = peers, announced
+            self._announced = announced
             asking = list(self._asking)
         for connection in asking:
             connection.send_encoded(announced)
@@ -535,7 +536,7 @@ class TcpConnections:
     def _identify(self, connection: Connection, message: Message) -> None:
         """Keep a connection that has said which link it is, or answer a rank that asks for the announcements."""
         if message["type"] == "peers":
-            self._pass_on(connection)
+            self._take_request(connection)
             return
         queue, kept = self._queue_of(message), False
         if queue is None:
@@ -553,7 +554,7 @@ class TcpConnections:
         if not kept:
             made.close()
 
-    def _pass_on(self, connection: Connection) -> None:
+    def _take_request(self, connection: Connection) -> None:
         """Send a rank the announcements of all ranks, once they are known."""
         connection.admit()
         with self._lock:

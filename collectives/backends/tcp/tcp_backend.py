@@ -616,9 +616,9 @@ class TcpBackend(OneRank):
                 look=None if look is None else lambda: look.check(until),
             )
             undo.callback(self._world.end)
-            peers = self._world.peers()
+            (self._network,) = made
+            peers = self._world.peers(self._network.pass_on)
             undo.pop_all()
-        (self._network,) = made
         self._all_meet = all(peer["meets"] for peer in peers)
         cards = [peer["survivors"] for peer in peers[: self.size]]
         for one in own:
@@ -627,7 +627,7 @@ class TcpBackend(OneRank):
                 self.survivors = one
             else:
                 one.close()
-        self._network.start(peers, self._world.announced)
+        self._network.start(peers)
 
     def _end_with(self, error: BaseException) -> None:
         """End the job with an error of a thread of this rank."""

@@ -248,18 +248,15 @@ class Passing:
         monkeypatch.setattr(rendezvous_client, "process_namespace", lambda: f"host {self._own.rank // 2}")
 
     def peers(self) -> list[Any]:
-        """What every rank knows of all, or its error."""
+        """What every rank knows of all, or its error; ranks that know it leave at once."""
         with Rendezvous("127.0.0.1:0", 11) as self.meeting:
             return as_threads(11, self._come)
 
     def _come(self, rank: int) -> list[Message]:
         self._own.rank = rank
         backend = TcpBackend(rank, 11, rendezvous=self.meeting.address, timeout=20)
-        try:
-            backend.reach_others(20)
-            return backend._world.peers()
-        finally:
-            backend.close()
+        backend.close()
+        return list(backend._network._peers)
 
 
 def test_hosts_pass_the_announcements_of_all_ranks_on_in_a_large_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +285,7 @@ def test_a_rank_asks_the_rendezvous_when_another_one_does_not_pass_the_announcem
     monkeypatch: pytest.MonkeyPatch, pass_on: Any
 ) -> None:
     monkeypatch.setattr(tcp_control_plane, "SOURCE_SECONDS", 0.3)
-    monkeypatch.setattr(TcpConnections, "_pass_on", pass_on)
+    monkeypatch.setattr(TcpConnections, "_take_request", pass_on)
     job = Passing(monkeypatch)
     found = job.peers()
     assert set(job.asked) == {1, 3, 4, 5, 6, 7, 8, 9, 10}
@@ -303,7 +300,7 @@ def test_a_rank_that_waits_for_announcements_hears_of_a_failure(monkeypatch: pyt
         connection.admit()
         job.meeting.broke(RuntimeError("a bug"))
 
-    monkeypatch.setattr(TcpConnections, "_pass_on", fail)
+    monkeypatch.setattr(TcpConnections, "_take_request", fail)
     found = job.peers()
     assert all("RuntimeError: a bug" in str(error) for error in found), found
 
