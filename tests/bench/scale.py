@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import log
+from math import exp, log
 from pathlib import Path
 from statistics import linear_regression
 from typing import Any
@@ -133,9 +133,10 @@ def _print_command(folder: Path, command: str) -> None:
 
 @dataclass(frozen=True)
 class Phase:
-    """What all ranks did once: seconds, bytes to and from the ranks of other hosts, and messages of a rank."""
+    """Seconds of all ranks, CPU seconds of the rendezvous, bytes to and from other hosts, messages of a rank."""
 
     seconds: float
+    cpu: float
     sent: float
     received: float
     messages: float
@@ -143,15 +144,15 @@ class Phase:
 
 def _print_control_plane(counts: Sequence[int]) -> None:
     print(
-        f"control plane of processes on this machine, as if {HOST_RANKS} were on a host; MB of the host of rank 0"
+        f"control plane: N processes share the processors of this machine, as if {HOST_RANKS} were on a host;"
     )
     print(
-        "tcp: with the addresses and contact data that its ranks announce; ranks of other back ends announce none"
+        "CPU seconds of the rendezvous; MB out of and into its host, and both for another one; messages of a rank;"
     )
+    print("tcp: with the addresses and contact data that its ranks announce, which others do not need")
     phases = ("join", "join, tcp", "agree", "gather, equal texts of 100 B", "gather, different texts")
-    table = Table(
-        "phase|<28", "ranks|7", "s|8.4f", "MB out|9.4f", "MB in|8.4f", "other host|10.4f", "messages|8.1f"
-    )
+    columns = "ranks|7 s|8.4f CPU|8.4f out|9.4f in|8.4f another|9.4f messages|8.1f"
+    table = Table("phase|<28", *columns.split())
     found: dict[str, list[Phase]] = {name: [] for name in phases}
     for count in counts:
         join, agree, equal, different = _joined(count, announces=False)
@@ -159,32 +160,23 @@ def _print_control_plane(counts: Sequence[int]) -> None:
         for name, phase in zip(phases, (join, tcp, agree, equal, different), strict=True):
             found[name].append(phase)
     for name in phases:
-        for count, phase in zip(counts, found[name], strict=True):
-            other = (phase.sent + phase.received) / max(count - HOST_RANKS, 1) * HOST_RANKS
-            table.row(
-                name,
-                count,
-                phase.seconds,
-                phase.sent / 1e6,
-                phase.received / 1e6,
-                other / 1e6,
-                phase.messages,
-            )
+        for count, one in zip(counts, found[name], strict=True):
+            sent, received = one.sent / 1e6, one.received / 1e6
+            another = (sent + received) / max(count - HOST_RANKS, 1) * HOST_RANKS
+            table.row(name, count, one.seconds, one.cpu, sent, received, another, one.messages)
         if len(counts) > 1:
-            _print_fit(table, name, counts, found[name])
+            cpu, out = (
+                _fit(counts, [one.cpu for one in found[name]]),
+                _fit(counts, [one.sent for one in found[name]]),
+            )
+            print(f"    exponent of the ranks: CPU {cpu[0]:.2f}, out {out[0]:.2f}; extrapolated to", end=" ")
+            print(f"{EXTRAPOLATED:,} ranks, not measured: {cpu[1]:.3g} s, {out[1] / 1e6:.3g} MB")
 
 
-def _print_fit(table: Table, name: str, counts: Sequence[int], phases: Sequence[Phase]) -> None:
-    """Print the exponents of the ranks, and what they would give for many more."""
-    fits = [
-        linear_regression([log(count) for count in counts], [log(max(one, 1e-9)) for one in values])
-        for values in ([phase.seconds for phase in phases], [phase.sent for phase in phases])
-    ]
-    print(
-        f"    {name}: exponent of the ranks {fits[0].slope:.2f} (s), {fits[1].slope:.2f} (MB out);", end=" "
-    )
-    seconds, sent = (2.718281828459045 ** (fit.intercept + fit.slope * log(EXTRAPOLATED)) for fit in fits)
-    print(f"extrapolated, not measured, to {EXTRAPOLATED:,} ranks: {seconds:.3g} s, {sent / 1e6:.3g} MB out")
+def _fit(counts: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
+    """Return the exponent of the ranks that fits values best, and the value that it gives for many more ranks."""
+    line = linear_regression([log(count) for count in counts], [log(max(one, 1e-9)) for one in values])
+    return line.slope, exp(line.intercept + line.slope * log(EXTRAPOLATED))
 
 
 def _announced(rank: int, network: TcpConnections) -> Message:
@@ -229,18 +221,21 @@ def _joined(count: int, *, announces: bool) -> list[Phase]:
     phases, before = list[Phase](), (0, 0, 0)
     with served as rendezvous:
         for number in range(size):
-            begun = time.monotonic()
+            begun, cpu = time.monotonic(), time.process_time()
             os.close(gates[number][1])
             seen = 0
             while seen < count and select.select([ended[number][0]], [], [], JOIN_SECONDS)[0]:
                 seen += len(os.read(ended[number][0], count))
             if seen < count:
                 raise UsageError(f"{count - seen} of {count} ranks have not come through phase {number}")
-            seconds, now = time.monotonic() - begun, _counted(rendezvous, count)
+            seconds, cpu = time.monotonic() - begun, time.process_time() - cpu
+            now = _counted(rendezvous, count)
             times = AGREEMENTS if number else 1
             sent, received, messages = ((new - old) / times for new, old in zip(now, before, strict=True))
             remote = max(count - HOST_RANKS, 0) / count
-            phases.append(Phase(seconds / times, sent * remote, received * remote, messages / count))
+            phases.append(
+                Phase(seconds / times, cpu / times, sent * remote, received * remote, messages / count)
+            )
             before = now
         os.close(gates[size][1])
     for pid in pids:
