@@ -116,6 +116,7 @@ class TcpControlPlane(ControlPlane):
         self.step: Callable[[int | None], int | None] = lambda peer: self.waiting().step
         self.met = 0
         self._timeout = timeout
+        self._peers: list[Message] = []
         self._key = b""
         self._found: BackendError | None = None
         self._own: Message | None = None  # a failure that this rank has noticed and not reported yet
@@ -132,9 +133,11 @@ class TcpControlPlane(ControlPlane):
     def peers(self, pass_on: Callable[[bytes], None] = lambda text: None) -> list[Message]:
         """Return the announcements of all ranks and helpers, in order (`rendezvous_state.ANNOUNCED`).
 
-        In large jobs they come over other ranks. `pass_on` gets the text of the message for those that ask this rank,
+        In large jobs they come over other ranks. `pass_on` gets the text of the message for ranks that ask this one,
         and returns at once; the ranks wait until all have it. Raises `BackendError` if the job fails meanwhile.
         """
+        if self._peers:
+            return self._peers
         columns = self._welcome["peers"] if "peers" in self._welcome else self._passed_on()
         if columns is None:
             self.control.say({"type": "peers"})
@@ -147,7 +150,8 @@ class TcpControlPlane(ControlPlane):
             with self.changed:
                 self.control.answer = None  # this rank has called nothing yet
         rows = zip(*(values_of(runs) for runs in columns.values()), strict=True)
-        return [dict(zip(columns, row, strict=True)) for row in rows]
+        self._peers = [dict(zip(columns, row, strict=True)) for row in rows]
+        return self._peers
 
     def _passed_on(self) -> Message | None:
         """Return the announcements that the rank passes on whom the rendezvous has named; None without an answer."""

@@ -398,7 +398,9 @@ class TcpConnections:
         self._failed = failed
         self._peers: Sequence[Message] = ()
         self._announced = b""
-        self._asking: list[Connection] = []  # ranks that want the announcements, or have them
+        self._asking: dict[
+            Connection, None
+        ] = {}  # of ranks that want the announcements, until they close them
         self._closed = False
         addresses = {wire.reaches for wire in wires.values() if wire.queue[1] == rank}
         for address in sorted(addresses | ({general} if general is not None else set())):
@@ -480,7 +482,7 @@ class TcpConnections:
             self._closed = True
         for listener in self._listeners.values():
             listener.leave(self._endpoint)
-        for asking in self._asking:
+        for asking in list(self._asking):
             asking.close(LINGER_SECONDS)
         kept = (self.outgoing, self.incoming, self.barrier_out, self.barrier_in)
         for connection in [connection for some in kept for connection in some.values()]:
@@ -557,9 +559,14 @@ class TcpConnections:
     def _take_request(self, connection: Connection) -> None:
         """Send a rank the announcements of all ranks, once they are known."""
         connection.admit()
+        connection.start(
+            lambda messages: connection.close(),  # it has nothing more to say
+            lambda error: self._asking.pop(connection, None),
+            self._failed,
+        )
         with self._lock:
             closed, announced = self._closed, self._announced
-            self._asking.append(connection)
+            self._asking[connection] = None
         if closed:
             connection.close()
         elif announced:

@@ -256,7 +256,7 @@ class Passing:
         self._own.rank = rank
         backend = TcpBackend(rank, 11, rendezvous=self.meeting.address, timeout=20)
         backend.close()
-        return list(backend._network._peers)
+        return backend._world.peers()
 
 
 def test_hosts_pass_the_announcements_of_all_ranks_on_in_a_large_job(monkeypatch: pytest.MonkeyPatch) -> None:
