@@ -151,9 +151,11 @@ class Rendezvous:
         self._endpoint = Endpoint(MEETING, key, self._welcome_visitor, self.broke, str(mine))
         self._listener.add(self._endpoint)
         self._size, self._host, self._job_made = size, host, job_made
+        # one for each host, since the same process launched its ranks, and one for each identity that hosts share
         self._jobs: dict[tuple[str, str], tuple[JobIdentity, str]] = {}
+        self._shared_jobs: dict[tuple[object, ...], tuple[JobIdentity, str]] = {}
         if job is not None:
-            self._jobs[job.host, job.agent] = job, f"process {os.getpid()}, rank {host}"
+            self._know_job(job, f"process {os.getpid()}, rank {host}")
         self._process = os.getpid()
         self._users = 0
         self._openings: list[_Opening] = []
@@ -410,15 +412,18 @@ class Rendezvous:
         """Return why a process of another job is refused; empty if it is not known to be of another one."""
         if self._job_made:
             return ""
-        job = JobIdentity.of_message(hello["job"])
-        for known, holder in self._jobs.values():
+        job, process = JobIdentity.of_message(hello["job"]), f"process {hello['pid']}, rank {hello['rank']}"
+        of_host = self._jobs.get((job.host, job.agent))
+        for known, holder in (*self._shared_jobs.values(), *([of_host] if of_host else [])):
             if known.differs(job):
-                return _other_job(
-                    self.address, known, holder, job, f"process {hello['pid']}, rank {hello['rank']}"
-                )
-        # one for each host is enough: the same process launched its ranks
-        self._jobs.setdefault((job.host, job.agent), (job, f"process {hello['pid']}, rank {hello['rank']}"))
+                return _other_job(self.address, known, holder, job, process)
+        if of_host is None:
+            self._know_job(job, process)
         return ""
+
+    def _know_job(self, job: JobIdentity, holder: str) -> None:
+        self._jobs[job.host, job.agent] = job, holder
+        self._shared_jobs.setdefault((job.name, job.whole, job.batch), (job, holder))
 
     def _duplicate_rank(self, hello: Message) -> str:
         """Return why a process is refused whose rank another one has; end the openings of that one."""

@@ -88,9 +88,8 @@ class RendezvousState:
             )
         elif not 0 <= rank < size:
             reason = f"a process came as rank {rank} of {size}; ranks are 0 to {size - 1}"
-        elif (
-            self.hellos and hello["flight_bytes"] != (other := self.hellos[min(self.hellos)])["flight_bytes"]
-        ):
+        elif hello["flight_bytes"] != next(iter(self.hellos.values()), hello)["flight_bytes"]:
+            other = self.hellos[min(self.hellos)]
             reason = (
                 f"rank {rank} has flight_bytes {hello['flight_bytes']} and rank {other['rank']} "
                 f"{other['flight_bytes']}; give all ranks the same"

@@ -28,9 +28,10 @@ from typing import Any
 
 from collectives.backends.tcp.connections import TcpConnections
 from collectives.peers import rendezvous_client
-from collectives.peers.connections import ConnectionLoop, Message
+from collectives.peers.connections import ConnectionLoop, Message, encode_message
 from collectives.peers.control_plane import Signature
 from collectives.peers.rendezvous import Rendezvous
+from collectives.peers.rendezvous_state import RendezvousState
 from collectives.peers.tcp_control_plane import TcpControlPlane
 from tests.bench.measure import LIMIT, measured
 from tests.bench.tables import Table
@@ -68,6 +69,7 @@ def main(options: Sequence[str] = ()) -> None:
         print()
     counts = sorted({int(count) for count in (given.ranks or RANKS).split(",")})
     _print_control_plane(counts)
+    _print_state(EXTRAPOLATED)
 
 
 def _print_planning() -> None:
@@ -164,7 +166,7 @@ def _print_control_plane(counts: Sequence[int]) -> None:
             sent, received = one.sent / 1e6, one.received / 1e6
             another = (sent + received) / max(count - HOST_RANKS, 1) * HOST_RANKS
             table.row(name, count, one.seconds, one.cpu, sent, received, another, one.messages)
-        if len(counts) > 1:
+        if len(counts) > 1 and counts[0] > HOST_RANKS:
             cpu, out = (
                 _fit(counts, [one.cpu for one in found[name]]),
                 _fit(counts, [one.sent for one in found[name]]),
@@ -173,14 +175,36 @@ def _print_control_plane(counts: Sequence[int]) -> None:
             print(f"{EXTRAPOLATED:,} ranks, not measured: {cpu[1]:.3g} s, {out[1] / 1e6:.3g} MB")
 
 
+def _print_state(count: int) -> None:
+    """Print what the rendezvous itself does for so many ranks, without processes and connections."""
+    hub, signature = RendezvousState(count), "x" * 512
+    began = time.process_time()
+    for rank in range(count):
+        address, port = f"10.{rank // HOST_RANKS >> 8}.{rank // HOST_RANKS & 255}.1", 30_000 + rank % 10_000
+        fields = {"type": "hello", "rank": rank, "size": count, "processes": f"host {rank // HOST_RANKS}"}
+        about = _about(rank, address, {address: port}, secrets.token_hex(32))
+        _, posts = hub.join({**fields, **about, "timeout": JOIN_SECONDS}, 0.0)
+    sent, last, text = 0, None, b""
+    for _, message in posts:
+        if message is not last:
+            last, text = message, encode_message(message)
+        sent += len(text)
+    joined = time.process_time()
+    for rank in range(count):
+        hub.receive(rank, {"type": "agree", "signature": signature, "met": 0}, 0.0)
+    agreed = time.process_time() - joined
+    print(f"the rendezvous' state for {count:,} ranks of tcp, without connections: join", end=" ")
+    print(f"{joined - began:.2f} CPU s and {sent / 1e6:.0f} MB out, agreement {agreed:.2f} CPU s")
+
+
 def _fit(counts: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
     """Return the exponent of the ranks that fits values best, and the value that it gives for many more ranks."""
     line = linear_regression([log(count) for count in counts], [log(max(one, 1e-9)) for one in values])
     return line.slope, exp(line.intercept + line.slope * log(EXTRAPOLATED))
 
 
-def _announced(rank: int, network: TcpConnections) -> Message:
-    """Return an announcement as that of a rank of the tcp back end, on a host of its own network."""
+def _about(rank: int, general: str | None, ports: dict[str, int], links: str) -> Message:
+    """Return an announcement as that of a rank of the tcp back end."""
     home = f"{rank // HOST_RANKS:08d}-3f6c-4c4c-9d0f-0123456789abnet:[4026531840]"
     card = [
         f"10.0.{rank // HOST_RANKS}.1",
@@ -191,7 +215,7 @@ def _announced(rank: int, network: TcpConnections) -> Message:
         rank,
         -1,
     ]
-    about = {"general": network.general, "ports": network.ports, "links": network.card, "meets": True}
+    about = {"general": general, "ports": ports, "links": links, "meets": True}
     return {**about, "survivors": json.dumps(card), "flight_bytes": 1 << 22}
 
 
@@ -258,7 +282,7 @@ def _work(rank: int, count: int, address: str, announces: bool, gates: list[int]
                 rank, local, {}, key=b"", lock=lock, changed=changed, failed=traceback.print_exception
             )
         )
-        return _announced(rank, made[0])
+        return _about(rank, made[0].general, made[0].ports, made[0].card)
 
     try:
         os.read(gates[0], 1)

@@ -214,6 +214,30 @@ def test_a_message_of_a_rank_costs_as_much_in_a_large_job(kind: str) -> None:
     assert answers <= answer
 
 
+def test_a_rank_is_compared_with_as_few_others_in_a_job_of_many_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared, differs = list[int](), JobIdentity.differs
+    monkeypatch.setattr(
+        JobIdentity, "differs", lambda mine, other: (compared.append(1), differs(mine, other))[1]
+    )
+    with Rendezvous("127.0.0.1:0") as meeting:
+        for rank in range(60):
+            job = JobIdentity(host=f"host {rank // 2}", launchers=((rank // 2, 1),))
+            assert meeting._wrong_job(hello_of(rank, 60, job=job)) == ""
+        assert len(compared) < 2 * 60
+        another = JobIdentity(host="host 20", launchers=((9, 9),))
+        assert "rank 40), and process" in meeting._wrong_job(hello_of(1, 60, job=another))
+
+
+def test_a_rank_with_another_window_is_compared_with_the_lowest_that_has_come() -> None:
+    hub = RendezvousState(300)
+    for rank in range(299, 1, -1):
+        assert hub.join(hello_of(rank, 300), 0.0) == ("", [])
+    reason, _ = hub.join(hello_of(0, 300, flight_bytes=8), 0.0)
+    assert "rank 0 has flight_bytes 8 and rank 2 7" in reason
+
+
 def test_an_answer_has_equal_texts_once() -> None:
     hub = RendezvousState(5)
     for rank in range(5):
