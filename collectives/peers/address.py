@@ -32,7 +32,12 @@ LOW_DELAY, INTERACTIVE = 0x10, 6
 SIOCGIFADDR = 0x8915  # Linux ioctl that returns the address of an interface
 REACH_SECONDS = 1.0  # timeout of a connection to one of a machine's addresses
 
-NOT_THERE_YET = (ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError, FileNotFoundError)
+BACKLOG = 4096  # connections that wait to be accepted: ranks connect at once; Linux allows as many by default
+
+NOT_THERE_YET = (
+    *(ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError, FileNotFoundError),
+    BlockingIOError,  # the backlog of a Unix path is full
+)
 
 CLOSED_MEANWHILE = (errno.ENOTCONN, errno.EINVAL)
 """Errors of a connection whose listener closed before accepting it."""
@@ -102,7 +107,7 @@ def listen(address: Address) -> socket.socket:
     """
     if not address.path:
         family = socket.AF_INET6 if ":" in resolve_host(address.host) else socket.AF_INET
-        return socket.create_server((address.host, address.port), family=family, backlog=1024)
+        return socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
     listener = socket.socket(socket.AF_UNIX)
     try:
         os.fchmod(listener.fileno(), 0o600)  # Linux gives it to the path
@@ -113,7 +118,7 @@ def listen(address: Address) -> socket.socket:
                 raise
             _remove_stale(address.path)
             listener.bind(address.path)
-        listener.listen(1024)
+        listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise
@@ -264,9 +269,9 @@ def process_namespace() -> str:
 def address_among(gather: Gather, rank: int) -> str:
     """Return the address of this machine that the other ranks reach; empty on all ranks if some rank reaches none.
 
-    The loopback address if all ranks are on this machine. Otherwise ranks of other machines try the addresses of rank
-    0's machine, that of its name first: the local end of the connection is their own address, and the remote end that
-    of the ranks beside rank 0. All ranks of `gather` call this.
+    The loopback address if all ranks are on this machine. Otherwise the lowest rank of each other machine tries the
+    addresses of rank 0's machine, that of its name first: the local end of the connection is the address of its
+    machine, and the remote end that of rank 0's. All ranks of `gather` call this.
     """
     hosts = gather(host_identity())
     if len(set(hosts)) == 1:
@@ -275,15 +280,17 @@ def address_among(gather: Gather, rank: int) -> str:
         offered = []
         for address in _addresses() if rank == 0 else []:
             with contextlib.suppress(OSError):
-                listener = listening.enter_context(socket.create_server((address, 0), backlog=1024))
+                listener = listening.enter_context(socket.create_server((address, 0), backlog=BACKLOG))
                 offered.append([address, listener.getsockname()[1]])
         places = json.loads(gather(json.dumps(offered))[0])
-        ends = _reached(places) if hosts[rank] != hosts[0] else ("", "")
+        tries = hosts[rank] != hosts[0] and hosts.index(hosts[rank]) == rank
+        ends = _reached(places) if tries else ("", "")
         pairs = [json.loads(text) for text in gather(json.dumps(ends))]
-    elsewhere = [ends for ends, host in zip(pairs, hosts, strict=True) if host != hosts[0]]
-    if not all(reached for _, reached in elsewhere):
+    elsewhere = {host: pairs[hosts.index(host)] for host in dict.fromkeys(hosts) if host != hosts[0]}
+    if not all(reached for _, reached in elsewhere.values()):
         return ""
-    return str(elsewhere[0][1]) if hosts[rank] == hosts[0] else ends[0]
+    own, reached = elsewhere.get(hosts[rank], next(iter(elsewhere.values())))
+    return str(reached if hosts[rank] == hosts[0] else own)
 
 
 def _reached(places: list[tuple[str, int]]) -> tuple[str, str]:

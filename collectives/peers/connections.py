@@ -3,10 +3,12 @@
 All connections of a process share one thread (`ConnectionLoop`). A connection is made to an `Endpoint`, which has a
 public name and a secret key. Before anything else is read, both ends prove by HMAC-SHA-256 over two random numbers
 that they have the key. Then each message is a frame: its length, an authentication code over its number and its text,
-and the text, a JSON object. A replayed, truncated or changed frame ends the connection.
+and the text, a JSON object, compressed if it is long. A replayed, truncated or changed frame ends the connection.
 
 Until its owner has admitted it, a connection may send `STRANGER_BYTES` per frame, lives `STRANGER_SECONDS`, and is one
-of `STRANGERS` at most. Without a key (an empty one) the proofs prove nothing, and these limits are what remains.
+of `STRANGERS` at most. Further connections wait in the backlog of the listening socket until one of these is admitted
+or ends, or the oldest has had `TURN_SECONDS`: a job's ranks, which all connect at once, do not displace each other.
+Without a key (an empty one) the proofs prove nothing, and these limits are what remains.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import socket
 import struct
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,21 +40,24 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]  # a JSON object with a type
 
-STRANGERS = 64  # connections that nobody has admitted yet, of one listener; the oldest makes room
+STRANGERS = 64  # connections that nobody has admitted yet, of one listener
+TURN_SECONDS = 0.25  # time after which the oldest of so many makes room for one that waits
 STRANGER_SECONDS = 2.0  # time until a connection must be admitted
 STRANGER_BYTES = 1 << 13  # length of its frames
-LONGEST = 1 << 24  # length of other frames
+LONGEST = 1 << 26  # length of other frames, also of what they are compressed from
+COMPRESSED_FROM = 1 << 12  # length of a text from which it is sent compressed
 READS = 64  # reads of one connection before the others have their turn
 JOIN_SECONDS = 1.0  # time for a function that the loop has called to return
 PAUSE_SECONDS = 0.1  # pause of a listener while the process has no file descriptors left
 
-MAGIC, VERSION = b"topoplan", 3
+MAGIC, VERSION = b"topoplan", 4
 NOBODY = 0  # version in the reply to a connection whose endpoint is closed
 _HELLO = struct.Struct("8sH16s32s64s")  # magic, version, name of the endpoint, random number, job
 _REPLY = struct.Struct("8sH32s64s32s")  # magic, version, random number, job, proof
 _PROOF = 32  # length of the dialling end's proof
 _FRAME = struct.Struct(">I16s")  # length, authentication code
 
+ZLIB = b"\x78"  # the first byte of a compressed text
 TLS_HANDSHAKE = b"\x16"  # the first byte of TLS
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -61,12 +67,18 @@ class HandshakeError(BackendError):
 
 
 def encode_message(message: Message) -> bytes:
-    """Return the text of a message; ValueError if a number in it is not finite."""
-    return json.dumps(message, allow_nan=False).encode()
+    """Return the text of a message, compressed if it is long; ValueError if a number in it is not finite.
+
+    Compressed text never begins as JSON does.
+    """
+    text = json.dumps(message, allow_nan=False).encode()
+    return text if len(text) < COMPRESSED_FROM else zlib.compress(text, 1)
 
 
-def decode_message(data: bytes) -> dict[str, Any]:
+def decode_message(data: bytes, longest: int = LONGEST) -> dict[str, Any]:
     """Return a message; ValueError for a text without a type, with numbers out of range, or nested too deeply.
+
+    A compressed text of more than `longest` bytes raises ValueError too, and is not decompressed further.
 
     Examples
     --------
@@ -74,8 +86,13 @@ def decode_message(data: bytes) -> dict[str, Any]:
     {'type': 'bye'}
     """
     try:
+        if data[:1] == ZLIB:
+            stream = zlib.decompressobj()
+            data = stream.decompress(data, longest)
+            if not stream.eof or stream.unused_data:
+                raise ValueError(f"a compressed text of more than {longest} bytes, or not whole")
         message = json.loads(data, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, zlib.error) as error:
         raise ValueError(f"not a message: {str(error)[:80]}") from None
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
         raise ValueError("not a message: it has no type")
@@ -305,9 +322,10 @@ class Listener:
         self.address = Address(address.host, port, address.path)
         self._inode = os.lstat(address.path).st_ino if address.named else 0
         self._endpoints: dict[bytes, Endpoint] = {}
-        self._strangers: dict[Connection, float] = {}
+        self._strangers: dict[Connection, float] = {}  # with the times at which they were accepted
         self._loop: ConnectionLoop | None = None
-        self._resumes: float | None = None
+        self._resumes: float | None = None  # when it accepts again
+        self._full = False  # whether it also does once there is room
         self._process = os.getpid()
 
     @staticmethod
@@ -360,15 +378,20 @@ class Listener:
     @property
     def due(self) -> float | None:
         """The next time at which a connection must be admitted, or the listener resumes."""
-        times = list(self._strangers.values())  # at once: other threads close connections
+        if self._full and len(self._strangers) < STRANGERS:
+            return 0.0
+        times = [since + STRANGER_SECONDS for since in list(self._strangers.values())[:1]]  # the oldest
         return min([*times, *([] if self._resumes is None else [self._resumes])], default=None)
 
     def tick(self, now: float) -> None:
-        """Close connections that nobody has admitted in time."""
-        for stranger in [one for one, until in list(self._strangers.items()) if until <= now]:
+        """Close connections that nobody has admitted in time, and resume."""
+        for stranger, since in list(self._strangers.items()):
+            if since + STRANGER_SECONDS > now:
+                break
             stranger.reset(f"nobody admitted it within {STRANGER_SECONDS:g} s")
-        if self._resumes is not None and self._resumes <= now and self._loop is not None:
-            self._resumes = None
+        room = self._full and len(self._strangers) < STRANGERS
+        if self._resumes is not None and (room or self._resumes <= now) and self._loop is not None:
+            self._resumes, self._full = None, False
             self._loop.watch(self._socket, selectors.EVENT_READ, self._accept)
 
     def broke(self, error: BaseException) -> None:
@@ -386,12 +409,17 @@ class Listener:
 
     def _accept(self, events: int) -> None:
         for _ in range(READS):
+            strangers = list(self._strangers.items())  # at once: other threads close connections
+            oldest = strangers[0] if len(strangers) >= STRANGERS else None
+            if oldest is not None and time.monotonic() < oldest[1] + TURN_SECONDS:
+                self._full = True
+                self._pause(oldest[1] + TURN_SECONDS)
+                return
             try:
                 accepted, _ = self._socket.accept()
             except OSError as error:
-                if error.errno in NO_DESCRIPTORS and self._loop is not None:
-                    self._loop.forget(self._socket)  # it would stay ready
-                    self._resumes = time.monotonic() + PAUSE_SECONDS
+                if error.errno in NO_DESCRIPTORS:
+                    self._pause(time.monotonic() + PAUSE_SECONDS)
                 return
             prioritize(accepted)
             try:
@@ -400,11 +428,17 @@ class Listener:
             except OSError:
                 accepted.close()
                 continue
-            if len(self._strangers) >= STRANGERS:
-                next(iter(self._strangers)).reset(f"{STRANGERS} others came after it")
+            if oldest is not None:
+                oldest[0].reset(f"{STRANGERS} others came after it")
             connection = Connection(accepted, listener=self)
-            self._strangers[connection] = time.monotonic() + STRANGER_SECONDS
+            self._strangers[connection] = time.monotonic()
             connection._register()
+
+    def _pause(self, until: float) -> None:
+        """Accept nothing until a time: the socket would stay ready."""
+        if self._loop is not None:
+            self._loop.forget(self._socket)
+            self._resumes = until
 
 
 _SETTLED = threading.Event()  # of accepted connections, for which nobody waits
@@ -782,7 +816,7 @@ class Connection:
     def _take_text(self, data: bytes) -> None:
         if not hmac.compare_digest(self._code, self._mac(1, data)):
             raise ValueError("a frame that the other end did not send")
-        self._heard.append(decode_message(data))
+        self._heard.append(decode_message(data, self._longest))
         self._needs, self._step = _FRAME.size, self._take_head
 
     def _frame(self, data: bytes) -> bytes:

@@ -12,7 +12,9 @@ in the next *opening*, so all ranks must open theirs in one order. Processes of 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import secrets
 import select
 import socket
@@ -47,6 +49,7 @@ ANSWER_SECONDS = 10.0  # time in which a process that holds an address answers
 CLOSED = getattr(select, "POLLRDHUP", select.POLLHUP)
 """Poll event of a connection that its other end has closed."""
 
+SPARE_DESCRIPTORS = 128  # files that a process opens beside the connections of a rendezvous
 LINGER_SECONDS = 1.0  # time for ranks to read the last message before the connections are closed
 HOLD = endpoint_name("address lock")  # the endpoint of every `AddressLock`
 _LISTENING: dict[str, Rendezvous] = {}  # listeners of this process, by address
@@ -148,9 +151,11 @@ class Rendezvous:
         self._endpoint = Endpoint(MEETING, key, self._welcome_visitor, self.broke, str(mine))
         self._listener.add(self._endpoint)
         self._size, self._host, self._job_made = size, host, job_made
+        # one for each host, since the same process launched its ranks, and one for each identity that hosts share
         self._jobs: dict[tuple[str, str], tuple[JobIdentity, str]] = {}
+        self._shared_jobs: dict[tuple[object, ...], tuple[JobIdentity, str]] = {}
         if job is not None:
-            self._jobs[job.host, job.agent] = job, f"process {os.getpid()}, rank {host}"
+            self._know_job(job, f"process {os.getpid()}, rank {host}")
         self._process = os.getpid()
         self._users = 0
         self._openings: list[_Opening] = []
@@ -378,6 +383,9 @@ class Rendezvous:
             assert lacking[0].hub.verdict is not None, "it would be open"
             return str(lacking[0].hub.verdict["message"])
         if opening is None:
+            refusal = _lacking_descriptors(self._size or size)
+            if refusal:
+                return refusal
             opening = _Opening(
                 self._count, RendezvousState(self._size or size, host=self._host, stopped=_is_stopped)
             )
@@ -404,15 +412,18 @@ class Rendezvous:
         """Return why a process of another job is refused; empty if it is not known to be of another one."""
         if self._job_made:
             return ""
-        job = JobIdentity.of_message(hello["job"])
-        for known, holder in self._jobs.values():
+        job, process = JobIdentity.of_message(hello["job"]), f"process {hello['pid']}, rank {hello['rank']}"
+        of_host = self._jobs.get((job.host, job.agent))
+        for known, holder in (*self._shared_jobs.values(), *([of_host] if of_host else [])):
             if known.differs(job):
-                return _other_job(
-                    self.address, known, holder, job, f"process {hello['pid']}, rank {hello['rank']}"
-                )
-        # one for each host is enough: the same process launched its ranks
-        self._jobs.setdefault((job.host, job.agent), (job, f"process {hello['pid']}, rank {hello['rank']}"))
+                return _other_job(self.address, known, holder, job, process)
+        if of_host is None:
+            self._know_job(job, process)
         return ""
+
+    def _know_job(self, job: JobIdentity, holder: str) -> None:
+        self._jobs[job.host, job.agent] = job, holder
+        self._shared_jobs.setdefault((job.name, job.whole, job.batch), (job, holder))
 
     def _duplicate_rank(self, hello: Message) -> str:
         """Return why a process is refused whose rank another one has; end the openings of that one."""
@@ -458,6 +469,22 @@ class Rendezvous:
             if left or (opening.end is not None and not _can_receive(opening)):
                 self._finish(opening)
                 self._end_loop()
+
+
+def _lacking_descriptors(size: int) -> str:
+    """Let this process open a connection for each of so many ranks; return why it cannot, or an empty text."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    most = size + SPARE_DESCRIPTORS if hard == unlimited else min(size + SPARE_DESCRIPTORS, hard)
+    if soft != unlimited and soft < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most > size:
+        return ""
+    return (
+        f"the process of the rendezvous may open {hard} files, and each of {size} ranks keeps a connection to it; "
+        "raise the limit where rank 0 starts (ulimit -n)"
+    )
 
 
 def _other_job(address: str, known: JobIdentity, holder: str, job: JobIdentity, process: str) -> str:

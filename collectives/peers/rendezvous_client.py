@@ -40,6 +40,8 @@ class RendezvousClient:
         The rendezvous has said why this rank is not admitted.
     host : int or None
         The rank that hosts it, if one does.
+    announced : Message or None
+        The announcements of all ranks, for a rank that has asked the rendezvous for them.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class RendezvousClient:
         self.lost = False
         self.refused = False
         self.host: int | None = None
+        self.announced: Message | None = None
         self.waiting: Callable[[], Waiting] = waits_for_no_peer
         self._process = ("", 0)
         self._until = until
@@ -160,6 +163,8 @@ class RendezvousClient:
             self.alone = True
         elif kind == "keep waiting":
             self.keep_waiting = True
+        elif kind == "peers":
+            self.announced = message["peers"]
         elif kind != "ping":
             self.answer = message
 

@@ -5,6 +5,12 @@ before all have agreed, so a rank with an empty table is compared too. If signat
 and the job continues. The first failure that a rank reports is sent to all ranks verbatim; later ones are consequences
 and are dropped.
 
+The welcome has the announcements of all ranks, so all welcomes together grow with the square of the ranks. In a job
+above `FANOUT` ranks they come over a tree of hosts: `FANOUT` hosts get them from the rendezvous on their first rank,
+which passes them on to the first ranks of as many other hosts and to the ranks of its own host. The other ranks are
+told from whom, and a digest; a rank that gets nothing from there asks the rendezvous. No rank continues before all have
+them (`TcpControlPlane.peers`).
+
 Ranks may also agree elsewhere (`collectives.backends.tcp.collective_state`). Then only ranks that wait long report
 here, with the number of the barrier that they wait in, so that no rank counts as waiting for a barrier that is over.
 
@@ -20,7 +26,10 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from bisect import insort
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
+from itertools import groupby
 from typing import Any
 
 from collectives.peers.address import process_namespace
@@ -29,8 +38,12 @@ from collectives.peers.control_plane import Link, LinkCount, Waiting, attribute_
 
 FORMAT = "topoplan.tcp/4"
 
+ANNOUNCED = ("general", "ports", "links", "meets", "survivors")
+"""Fields of a hello that all ranks get, for `collectives.backends.tcp`."""
+
 ANSWER_SECONDS = 1.0  # time in which a rank that is not stopped answers what it waits for
 LOOK_SECONDS = 0.05  # interval of the checks whether silent ranks are stopped
+FANOUT = 64  # ranks that get the announcements of all ranks from one
 Post = tuple[int, Message]  # a rank, and a message for it
 
 
@@ -52,6 +65,7 @@ class RendezvousState:
         self.deadline: float | None = None
         self._token = secrets.token_hex(16)
         self.gone: set[int] = set()
+        self._ranks: list[int] = []  # the processes that have come and are not helpers, ascending
         self._round: dict[int, Message] = {}
         self._following: set[int] = set()
         self._met = 0
@@ -60,6 +74,7 @@ class RendezvousState:
         self._stall_timeout = self._answers_by = 0.0
         self._answers: dict[int, Waiting] = {}
         self._lost: tuple[int, list[Link]] | None = None  # a rank, and its links that do not answer
+        self._announced: Message = {}
 
     @property
     def complete(self) -> bool:
@@ -77,9 +92,8 @@ class RendezvousState:
             )
         elif not 0 <= rank < size:
             reason = f"a process came as rank {rank} of {size}; ranks are 0 to {size - 1}"
-        elif (
-            self.hellos and hello["flight_bytes"] != (other := self.hellos[min(self.hellos)])["flight_bytes"]
-        ):
+        elif hello["flight_bytes"] != next(iter(self.hellos.values()), hello)["flight_bytes"]:
+            other = self.hellos[min(self.hellos)]
             reason = (
                 f"rank {rank} has flight_bytes {hello['flight_bytes']} and rank {other['rank']} "
                 f"{other['flight_bytes']}; give all ranks the same"
@@ -88,6 +102,8 @@ class RendezvousState:
             reason = str(self.verdict["message"])
         else:
             self.hellos[rank] = hello
+            if not hello.get("helper"):
+                insort(self._ranks, rank)
             limit = now + float(hello["timeout"])
             self.deadline = limit if self.deadline is None else min(self.deadline, limit)
             return "", self._welcome() if self.complete else []
@@ -97,14 +113,17 @@ class RendezvousState:
         """Handle a message from a rank."""
         kind = message["type"]
         check_fields(message)
-        self._met = max(self._met, int(message.get("met", 0)))
-        self._round = {one: said for one, said in self._round.items() if self._waits(said)}
+        if int(message.get("met", 0)) > self._met:
+            self._met = int(message["met"])
+            self._round = {one: said for one, said in self._round.items() if self._waits(said)}
         if kind == "bye":
             return self._leave(rank)
         if self.verdict is not None:
             return []
         if kind in ("agree", "largest", "gather"):
             return self._enter(rank, message) if self._waits(message) else []
+        if kind == "peers" and self.complete:
+            return [(rank, {"type": "peers", "peers": self._announced})]
         if kind == "follow":
             self._following.add(rank)
             return self._answer() or self._release()
@@ -168,20 +187,19 @@ class RendezvousState:
 
     def _welcome(self) -> list[Post]:
         self.deadline = None
-        peers = {
-            str(rank): {
-                "general": hello["general"],
-                "ports": hello["ports"],
-                "links": hello.get("links"),
-                "meets": hello.get("meets", False),
-                "survivors": hello.get("survivors"),
-            }
-            for rank, hello in sorted(self.hellos.items())
-        }
+        hellos = [hello for _, hello in sorted(self.hellos.items())]
+        peers = self._announced = {name: runs_of(hello.get(name) for hello in hellos) for name in ANNOUNCED}
         own = {"processes": process_namespace(), "pid": os.getpid()}
-        return self._everyone(
-            {"type": "welcome", "token": self._token, "host": self.host, "peers": peers, **own}
-        )
+        welcome: dict[str, Any] = {"type": "welcome", "token": self._token, "host": self.host, **own}
+        sources = sources_of(hellos)
+        contacts = {rank: None if one is None else _contact(hellos[one]) for rank, one in sources.items()}
+        if any(contacts.values()):
+            welcome["digest"] = digest_of(peers)
+        whole = {**welcome, "peers": peers}
+        posts = [
+            (rank, {**welcome, "source": contact} if contact else whole) for rank, contact in contacts.items()
+        ]
+        return sorted(posts, key=lambda post: (post[0] == self.host, "source" in post[1], post[0]))
 
     def _everyone(self, message: Message) -> list[Post]:
         """Address a message to all ranks, the host's last: it may end the process."""
@@ -204,6 +222,8 @@ class RendezvousState:
 
     def _release(self) -> list[Post]:
         """Release helpers once all ranks have left."""
+        if not self._following:
+            return []
         over = self.gone.issuperset(self._ranks)
         return [(one, {"type": "over"}) for one in sorted(self._following)] if over else []
 
@@ -227,19 +247,15 @@ class RendezvousState:
             return self.fail(f"the peer refused the collective: {refusal}", peer=rank)
         if self.gone:
             return self._miss(min(self.gone))
-        first = min(self._round, key=lambda other: (other == rank, other))
-        if message["type"] != self._round[first]["type"]:
+        another = next((said for one, said in self._round.items() if one != rank), message)
+        if message["type"] != another["type"]:
+            first = min(one for one in self._round if one != rank)
             return self.fail(
                 f"rank {first} and rank {rank} do different things; make the same calls on all ranks",
                 rank=first,
                 peer=rank,
             )
         return self._answer()
-
-    @property
-    def _ranks(self) -> list[int]:
-        """The processes that have come and are not helpers."""
-        return [rank for rank, hello in sorted(self.hellos.items()) if not hello.get("helper")]
 
     def _answer(self) -> list[Post]:
         """Answer a round once all ranks that it needs have come."""
@@ -251,14 +267,14 @@ class RendezvousState:
         if len(set(signatures)) > 1 or any(one.get("refused") for one in self._round.values()):
             listed = [self._round[one]["signature"] for one in ranks]
             self._round = {}
-            return self._to_ranks({"type": "differ", "signatures": listed})
+            return self._to_ranks({"type": "differ", "runs": runs_of(listed)})
         if any("meeting" in one for one in self._round.values()):
             return []  # they meet without the rendezvous
         answer: dict[str, Any] = {"type": "agreed"}
         if message["type"] == "largest":
             answer["value"] = max(float(one["value"]) for one in self._round.values())
         if message["type"] == "gather":
-            answer["data"] = [self._round[one]["data"] for one in ranks]
+            answer["runs"] = runs_of(self._round[one]["data"] for one in ranks)
         followers = set(self.hellos).difference(ranks) if message.get("helped") else set()
         if not self._following.issuperset(followers):
             return []
@@ -269,7 +285,7 @@ class RendezvousState:
 
     def _to_ranks(self, message: Message) -> list[Post]:
         """Address a message to all processes that are not helpers."""
-        ranks = self._ranks
+        ranks = set(self._ranks)
         return [post for post in self._everyone(message) if post[0] in ranks]
 
     @property
@@ -335,11 +351,64 @@ class RendezvousState:
         return self.fail(found.message, rank=found.rank, peer=found.peer, step=found.step, links=links)
 
 
+def sources_of(hellos: Sequence[Message]) -> dict[int, int | None]:
+    """Return from which rank each rank gets the announcements of all; None for the rendezvous.
+
+    Hosts are those with the same ``processes``, their ranks in ascending order. In a job with helpers, which do not
+    wait for others, all get them from the rendezvous.
+
+    Examples
+    --------
+    >>> sources = sources_of([{"processes": f"host {rank // 8}"} for rank in range(1024)])
+    >>> [sources[rank] for rank in (0, 1, 8, 15, 511, 512, 520, 1016, 1023)]
+    [None, 0, None, 8, 504, 8, 8, 8, 1016]
+    """
+    if len(hellos) <= FANOUT or any(hello.get("helper") for hello in hellos):
+        return dict.fromkeys(range(len(hellos)))
+    hosts: dict[str, list[int]] = {}
+    for rank, hello in enumerate(hellos):
+        hosts.setdefault(str(hello.get("processes")), []).append(rank)
+    first = [ranks[0] for ranks in hosts.values()]
+    found: dict[int, int | None] = {}
+    for number, ranks in enumerate(hosts.values()):
+        found[ranks[0]] = first[number // FANOUT] if number >= FANOUT else None
+        found.update({rank: ranks[place // FANOUT] for place, rank in enumerate(ranks) if place})
+    return found
+
+
+def digest_of(announced: Message) -> str:
+    """Return the digest of announcements, by which a rank recognises what another one passes on."""
+    return sha256(json.dumps(announced, sort_keys=True).encode()).hexdigest()
+
+
+def _contact(hello: Message) -> Message | None:
+    """Return how ranks reach the rank of a hello; None if it only reaches others, or listens at its wires alone."""
+    port = hello["ports"].get(hello["general"])
+    if port is None or not hello.get("links"):
+        return None
+    return {"general": hello["general"], "port": port, "links": hello["links"]}
+
+
+def runs_of(values: Iterable[Any]) -> list[list[Any]]:
+    """Return the values of all ranks as runs of equal ones, each behind its length: most ranks say the same.
+
+    >>> runs_of(["a", "a", "b"]), values_of([[2, "a"], [1, "b"]])
+    ([[2, 'a'], [1, 'b']], ['a', 'a', 'b'])
+    """
+    return [[len(list(same)), value] for value, same in groupby(values)]
+
+
+def values_of(runs: Iterable[Sequence[Any]], read: Callable[[Any], Any] = lambda value: value) -> list[Any]:
+    """Return the values of `runs_of`; `read` is called once for each run."""
+    return [value for count, said in runs for value in [read(said)] * count]
+
+
 _PLACE = {"rank": int | None, "peer": int | None, "step": int | None}
 _WAIT = {"peer": int | None, "step": int | None, "idle": int | float | None}
 FIELDS: Mapping[str, Mapping[str, Any]] = {
     "bye": {},
     "follow": {},
+    "peers": {},
     "agree": {"signature": str},
     "largest": {"value": int | float},
     "gather": {"data": str},

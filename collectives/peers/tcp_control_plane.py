@@ -14,15 +14,17 @@ import contextlib
 import math
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from errno import EADDRINUSE
+from typing import Any
 
 from collectives.peers.address import RETRY_SECONDS, Address, listening_process, parse_address
 from collectives.peers.agreement import Gather, gather_or_raise
-from collectives.peers.connections import Message
+from collectives.peers.connections import Connection, Endpoint, Message, encode_message
 from collectives.peers.control_plane import (
     ControlPlane,
     Link,
@@ -37,6 +39,7 @@ from collectives.peers.environment import JobIdentity, job_identity
 from collectives.peers.peer_watchdog import LOOK
 from collectives.peers.rendezvous import AddressLock, Rendezvous, meeting_key, process_mark
 from collectives.peers.rendezvous_client import GRACE_SECONDS, RendezvousClient, told
+from collectives.peers.rendezvous_state import digest_of, values_of
 from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError
 
 
@@ -65,6 +68,7 @@ def rendezvous_within(
         raise
 
 
+SOURCE_SECONDS = 5.0  # time for another rank to pass the announcements on, before the rendezvous is asked
 NO_END = 1e6  # timeout of a helper that waits for work; then it checks that the ranks still run
 
 
@@ -74,7 +78,7 @@ class TcpControlPlane(ControlPlane):
     `rendezvous` is ``host:port`` or ``unix:/path``; rank 0 listens there, unless a `Rendezvous` does. All ranks must
     come within `timeout` seconds. `helpers` are processes besides the ranks, numbered behind them, that follow the
     agreements of the ranks. `hello` returns the announcement of this rank, such as its ports, given the address of
-    this machine from which it reaches the rendezvous; `welcome` has the announcements of all ranks. `changed` guards
+    this machine from which it reaches the rendezvous; `peers` returns those of all ranks. `changed` guards
     the state and is notified of every change, on a reentrant lock. `look` is called repeatedly while ranks are
     missing, and raises if one of them will not come. The back end sets `step`, the row at which this rank stops
     because of another, or None; `met`, the number of barriers that this rank has passed without the rendezvous; and
@@ -116,6 +120,9 @@ class TcpControlPlane(ControlPlane):
         self.step: Callable[[int | None], int | None] = lambda peer: self.waiting().step
         self.met = 0
         self.link_counts: Callable[[], tuple[LinkCount, ...]] = tuple
+        self._timeout = timeout
+        self._peers: list[Message] = []
+        self._key = b""
         self._found: BackendError | None = None
         self._own: Message | None = None  # a failure that this rank has noticed and not reported yet
         self._process = os.getpid()
@@ -128,9 +135,64 @@ class TcpControlPlane(ControlPlane):
             raise
         atexit.register(self.close)
 
+    def peers(self, pass_on: Callable[[bytes], None] = lambda text: None) -> list[Message]:
+        """Return the announcements of all ranks and helpers, in order (`rendezvous_state.ANNOUNCED`).
+
+        In large jobs they come over other ranks. `pass_on` gets the text of the message for ranks that ask this one,
+        and returns at once; the ranks wait until all have it. Raises `BackendError` if the job fails meanwhile.
+        """
+        if self._peers:
+            return self._peers
+        columns = self._welcome["peers"] if "peers" in self._welcome else self._passed_on()
+        if columns is None:
+            self.control.say({"type": "peers"})
+            self.wait(lambda: self.control.announced is not None, timeout=self._timeout)
+            columns = self.control.announced
+        assert columns is not None, "the wait is over"
+        if "digest" in self._welcome:
+            pass_on(encode_message({"type": "peers", "peers": columns}))
+            self.gather(b"", timeout=self._timeout)
+            with self.changed:
+                self.control.answer = None  # this rank has called nothing yet
+        rows = zip(*(values_of(runs) for runs in columns.values()), strict=True)
+        self._peers = [dict(zip(columns, row, strict=True)) for row in rows]
+        return self._peers
+
+    def _passed_on(self) -> Message | None:
+        """Return the announcements that the rank passes on whom the rendezvous has named; None without an answer."""
+        source, answers, ended = self._welcome["source"], list[Message](), list[object]()
+
+        def note(where: list[Any], *what: object) -> None:
+            with self.changed:
+                where.extend(what)
+                self.changed.notify_all()
+
+        until = time.monotonic() + SOURCE_SECONDS
+        try:
+            made = socket.create_connection((source["general"], source["port"]), SOURCE_SECONDS)
+        except OSError:
+            return None
+        connection = Connection.dial(
+            made,
+            *Endpoint.named(source["links"], self._key),
+            receive=lambda messages: note(answers, *messages),
+            ended=lambda error: note(ended, error),
+            failed=lambda error: note(ended, error),
+        )
+        try:
+            connection.send({"type": "peers"})
+            with self.changed:
+                while not answers and not ended and (left := until - time.monotonic()) > 0:
+                    self._check()
+                    self.changed.wait(left)
+        finally:
+            connection.close()
+        columns: Message | None = answers[0].get("peers") if answers else None
+        return columns if columns and digest_of(columns) == self._welcome["digest"] else None
+
     def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
         answer = self._ask({"type": "gather", "data": base64.b64encode(data).decode()}, timeout)
-        return [base64.b64decode(part) for part in answer["data"]]
+        return values_of(answer["runs"], base64.b64decode)
 
     def agree(self, signature: Signature, *, timeout: float, helped: bool = False) -> None:
         """The rendezvous compares, and answers once all ranks have come; with ``helped``, also all helpers."""
@@ -165,7 +227,7 @@ class TcpControlPlane(ControlPlane):
         """The error that all ranks raise if their signatures differ."""
         if self.control.differ is None:
             return None
-        signatures = [Signature.unpack(text.encode()) for text in self.control.differ["signatures"]]
+        signatures = values_of(self.control.differ["runs"], lambda text: Signature.unpack(text.encode()))
         return disagreement(signatures, rank=self.rank)
 
     def largest(self, value: float, *, timeout: float) -> float:
@@ -280,7 +342,8 @@ class TcpControlPlane(ControlPlane):
     ) -> None:
         problem, until = "", time.monotonic() + timeout
         where = parse_address(rendezvous)
-        key, job = meeting_key(where), job_identity(self.size + self.helpers)
+        key = self._key = meeting_key(where)
+        job = job_identity(self.size + self.helpers)
         made: list[RendezvousClient] = []
         foreign: UsageError | None = None
         if self.rank == 0:
@@ -329,7 +392,7 @@ class TcpControlPlane(ControlPlane):
             if welcome is None:
                 self._undo.pop()()
                 time.sleep(RETRY_SECONDS)
-        self.welcome = welcome
+        self._welcome = welcome
         self.control.waiting = self._wait_state
 
     def _wait_state(self) -> Waiting:

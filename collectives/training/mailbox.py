@@ -206,8 +206,7 @@ class Mailbox:
                 host, port, card = contacts[peer]
                 mine = {"type": "mail", "rank": self.rank}
                 try:
-                    made = connect((host, port), timeout=self._timeout)
-                    made = Connection.to(made, card, job_key(), mine, timeout=self._timeout)
+                    made = connect((host, port), card, job_key(), mine, timeout=self._timeout)
                 except OSError as error:
                     why = f"cannot reach rank {peer} at {host}:{port}: {error.strerror or error}"
                     raise self._fail(peer, why) from None

@@ -17,7 +17,7 @@ loopback lost_cables low_rank modes mutations pairs planning published robustnes
 testbed three_phases windows
 """
 BENCHMARKS = NAMES.split()
-WITH_OPTIONS = ("executors", "hook", "lost_cables", "mutations", "published", "testbed")
+WITH_OPTIONS = ("executors", "hook", "lost_cables", "mutations", "published", "scale", "testbed")
 
 
 def run(name: str, *options: list[str]) -> None:

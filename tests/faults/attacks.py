@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from collectives.peers.connections import _FRAME, _HELLO, MAGIC, MEETING, VERSION, Connection, endpoint_name
+from collectives.peers.rendezvous_state import FORMAT
 from tests.support.ports import free_port
 
 Place = tuple[str, int]
@@ -253,7 +254,7 @@ def spoil(change: Callable[[bytes], bytes]) -> Callable[[Target], None]:
 
 def wrong_hello(**fields: Any) -> bytes:
     """The hello of a rank with other fields, as text."""
-    usual = {"type": "hello", "format": "topoplan.tcp/4", "rank": 1, "size": 2, "pid": 1, "process": "x"}
+    usual = {"type": "hello", "format": FORMAT, "rank": 1, "size": 2, "pid": 1, "process": "x"}
     return json.dumps(
         {**usual, "flight_bytes": 1, "ports": {}, "general": None, "timeout": 9, **fields}
     ).encode()

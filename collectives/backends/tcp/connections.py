@@ -40,6 +40,7 @@ from typing import Any
 
 from collectives.backends.backend import LinkShare, LinkUse
 from collectives.backends.tcp.link_probe import LinkEnds
+from collectives.peers.address import RETRY_SECONDS
 from collectives.peers.connections import Connection, Endpoint, Listener, Message
 from collectives.tables.transfer_table import EdgeStream, TransferTable
 from topoplan.errors import TopologyError, UsageError
@@ -275,14 +276,38 @@ _ACKNOWLEDGED_AT, _BUSY_AT, _INFO_BYTES = 120, 168, 184
 
 
 def connect(
-    destination: tuple[str, int], *, leaves: str | None = None, timeout: float = 30.0
+    destination: tuple[str, int],
+    card: str,
+    key: bytes,
+    first: Message,
+    *,
+    leaves: str | None = None,
+    timeout: float = 30.0,
+    answers_within: float | None = None,
 ) -> socket.socket:
-    """Return a connection for the chunks of a link, from this machine's address `leaves` if given; raise OSError."""
-    source = None if leaves is None else (leaves, 0)
-    made = socket.create_connection(destination, timeout, source)
-    made.settimeout(None)
-    tune(made)
-    return made
+    """Return a connection for the chunks of a link behind a first message, to an endpoint (`Endpoint.card`).
+
+    It leaves from this machine's address `leaves` if given. A connection that is reset is made again: so many
+    came there that the listener made room. Raises `LinkLostError` if the system there does not answer within
+    `answers_within` seconds, by default `timeout`; `OSError` after `timeout` seconds, or if nothing listens there.
+    """
+    source, until = None if leaves is None else (leaves, 0), time.monotonic() + timeout
+    while True:
+        left = max(until - time.monotonic(), RETRY_SECONDS)
+        try:
+            made = socket.create_connection(destination, answers_within or left, source)
+        except ConnectionRefusedError:
+            raise
+        except OSError as error:
+            raise LinkLostError(error.strerror or str(error)) from error
+        made.settimeout(None)
+        tune(made)
+        try:
+            return Connection.to(made, card, key, first, timeout=left)
+        except (ConnectionResetError, BrokenPipeError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(RETRY_SECONDS)
 
 
 def tune(connection: socket.socket) -> None:
@@ -375,11 +400,16 @@ BARRIER = "meeting"
 """The channel of the barrier's connections."""
 
 
+LINGER_SECONDS = 0.2  # time for announcements that wait for the network when this rank closes its connections
+
+
 class TcpConnections:
     """Listen for links to a rank, and open links from it.
 
     `general` is the address for links without wires, or None; `key` is that of the job. `changed` is a condition on
     `lock`, the back end's, that is notified when a connection has come.
+
+    A rank may also ask for the announcements of all ranks, which this one passes on (`rendezvous_state`).
 
     `outgoing` and `incoming` hold the open links from and to this rank, `barrier_out` and `barrier_in` the barrier's
     connections by peer, and `card` lets the other ranks connect. Raises `UsageError` if an address of the wires is not
@@ -410,7 +440,11 @@ class TcpConnections:
         self._listeners: dict[str, Listener] = {}
         self._endpoint = Endpoint.of_rank(key, self._accept, failed)
         self._failed = failed
-        self._peers: Mapping[str, Any] = {}
+        self._peers: Sequence[Message] = ()
+        self._announced = b""
+        self._asking: dict[
+            Connection, None
+        ] = {}  # of ranks that want the announcements, until they close them
         self._closed = False
         addresses = {wire.reaches for wire in wires.values() if wire.queue[1] == rank}
         for address in sorted(addresses | ({general} if general is not None else set())):
@@ -426,9 +460,17 @@ class TcpConnections:
         """How the other ranks connect to this one (`Endpoint.card`)."""
         return self._endpoint.card
 
-    def start(self, peers: Mapping[str, Any]) -> None:
-        """Open links from now on; `peers` holds the addresses and the cards of the other ranks."""
+    def start(self, peers: Sequence[Message]) -> None:
+        """Open links from now on; `peers` holds the addresses and the cards of all ranks, in order."""
         self._peers = peers
+
+    def pass_on(self, announced: bytes) -> None:
+        """Send the text of a message to the ranks that ask for the announcements of all, also to later ones."""
+        with self._lock:
+            self._announced = announced
+            asking = list(self._asking)
+        for connection in asking:
+            connection.send_encoded(announced)
 
     def open(self, queue: Queue, timeout: float, *, answers_within: float | None = None) -> None:
         """Open a link from this rank, if it is not open yet; raise ConnectionError with a message for the caller.
@@ -495,6 +537,8 @@ class TcpConnections:
             self._closed = True
         for listener in self._listeners.values():
             listener.leave(self._endpoint)
+        for asking in list(self._asking):
+            asking.close(LINGER_SECONDS)
         kept = (self.outgoing, self.incoming, self.barrier_out, self.barrier_in)
         for connection in [connection for some in kept for connection in some.values()]:
             # closing alone does not end the connection while a forked process has it too
@@ -519,7 +563,7 @@ class TcpConnections:
         """Return the addresses of a link from this rank; raise ConnectionError with a message for the caller."""
         peer = queue[1]
         wire = self._wires.get(queue)
-        entry = self._peers[str(peer)]
+        entry = self._peers[peer]
         address = entry["general"] if wire is None else wire.reaches
         port = entry["ports"].get(address)
         if port is None:
@@ -535,14 +579,17 @@ class TcpConnections:
         leaves, (address, port) = self.ends_of(queue)
         where = f"rank {peer} at {address}:{port}" + ("" if leaves is None else f" from {leaves}")
         try:
-            made = connect((address, port), leaves=leaves, timeout=answers_within or timeout)
-        except ConnectionRefusedError as error:
-            raise ConnectionError(f"cannot reach {where}: {error.strerror}") from error
-        except OSError as error:
-            raise LinkLostError(f"cannot reach {where}: {error.strerror or error}") from error
-        card, first = self._peers[str(peer)]["links"], {"type": "link", "link": queue}
-        try:
-            return Connection.to(made, card, self._key, first, timeout=timeout)
+            return connect(
+                (address, port),
+                self._peers[peer]["links"],
+                self._key,
+                {"type": "link", "link": queue},
+                leaves=leaves,
+                timeout=timeout,
+                answers_within=answers_within,
+            )
+        except LinkLostError as error:
+            raise LinkLostError(f"cannot reach {where}: {error}") from error
         except OSError as error:
             raise ConnectionError(f"cannot reach {where}: {error.strerror or error}") from error
 
@@ -551,7 +598,10 @@ class TcpConnections:
         connection.start_link(self._identify, self._failed)
 
     def _identify(self, connection: Connection, message: Message) -> None:
-        """Keep a connection that has said which link it is."""
+        """Keep a connection that has said which link it is, or answer a rank that asks for the announcements."""
+        if message["type"] == "peers":
+            self._take_request(connection)
+            return
         queue, kept = self._queue_of(message), False
         if queue is None:
             connection.close()
@@ -567,6 +617,22 @@ class TcpConnections:
                 self._changed.notify_all()
         if not kept:
             made.close()
+
+    def _take_request(self, connection: Connection) -> None:
+        """Send a rank the announcements of all ranks, once they are known."""
+        connection.admit()
+        connection.start(
+            lambda messages: connection.close(),  # it has nothing more to say
+            lambda error: self._asking.pop(connection, None),
+            self._failed,
+        )
+        with self._lock:
+            closed, announced = self._closed, self._announced
+            self._asking[connection] = None
+        if closed:
+            connection.close()
+        elif announced:
+            connection.send_encoded(announced)
 
     def _queue_of(self, message: Message) -> Queue | None:
         """Return the link that a rank has named; None if there is none."""

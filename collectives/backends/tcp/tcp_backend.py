@@ -577,8 +577,7 @@ class TcpBackend(OneRank):
 
     def _open_barrier(self, timeout: float) -> None:
         """Open the connections of the barrier if all ranks allow it; all ranks call this together."""
-        peers = self._world.welcome["peers"]
-        if self.size == 1 or not all(peer["meets"] for peer in peers.values()):
+        if self.size == 1 or not self._all_meet:
             return
         distances, network, world = barrier_distances(self.size), self._network, self._world
         for distance in distances:
@@ -634,6 +633,8 @@ class TcpBackend(OneRank):
         key = meeting_key(parse_address(rendezvous))
         made: list[TcpConnections] = []
         own: list[MembershipProtocol] = []
+        undo = contextlib.ExitStack()
+        undo.callback(self._wakeup.close)
 
         def hello(local: str) -> Message:
             network = TcpConnections(
@@ -646,6 +647,7 @@ class TcpBackend(OneRank):
                 failed=self._end_with,
             )
             made.append(network)
+            undo.callback(network.close)
             meets = network.general is not None and not self._wires and not self.helpers
             about = {
                 "general": network.general,
@@ -655,10 +657,11 @@ class TcpBackend(OneRank):
             }
             if network.general is not None and not self.helpers and self.survivors is None:
                 own.append(MembershipProtocol(local))
+                undo.callback(own[0].close)
                 about["survivors"] = own[0].card
             return {**about, "flight_bytes": self._flight_bytes}
 
-        try:
+        with undo:
             self._world = TcpControlPlane(
                 rendezvous,
                 self.rank,
@@ -669,24 +672,20 @@ class TcpBackend(OneRank):
                 changed=self._wakeup,
                 look=None if look is None else lambda: look.check(until),
             )
-        except BaseException:
-            for network in made:
-                network.close()
-            for one in own:
-                one.close()
-            self._wakeup.close()
-            raise
-        (self._network,) = made
+            undo.callback(self._world.end)
+            (self._network,) = made
+            peers = self._world.peers(self._network.pass_on)
+            undo.pop_all()
         self._world.link_counts = self._link_counts
-        welcome = self._world.welcome
-        cards = [welcome["peers"][str(peer)].get("survivors") for peer in range(self.size)]
+        self._all_meet = all(peer["meets"] for peer in peers)
+        cards = [peer["survivors"] for peer in peers[: self.size]]
         for one in own:
             if can_reach_each_other(cards):
                 one.know(self.rank, cards)
                 self.survivors = one
             else:
                 one.close()
-        self._network.start(welcome["peers"])
+        self._network.start(peers)
 
     def _end_with(self, error: BaseException) -> None:
         """End the job with an error of a thread of this rank."""

@@ -1,4 +1,4 @@
-"""Unix sockets of the rendezvous: their mode, and those of other users."""
+"""Unix sockets of the rendezvous: their mode, their backlog, and those of other users."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import os
 import socket
 import stat
 import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
+from collectives.peers import address
 from collectives.peers.address import connect, listen, parse_address
 from topoplan.errors import BackendError
 
@@ -21,6 +23,18 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of
 def test_only_this_user_connects_to_a_path(tmp_path: Path) -> None:
     with listen(parse_address(f"unix:{tmp_path}/here")):
         assert stat.S_IMODE((tmp_path / "here").lstat().st_mode) == 0o600
+
+
+def test_more_processes_connect_to_a_path_than_its_backlog_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(address, "BACKLOG", 1)
+    where = parse_address(f"unix:{tmp_path}/here")
+    with listen(where) as listener, ThreadPoolExecutor(8) as pool:
+        made = [pool.submit(connect, where, time.monotonic() + 20) for _ in range(8)]
+        wait(made, 20, FIRST_COMPLETED)
+        for one in [listener.accept()[0] for _ in made] + [one.result() for one in made]:
+            one.close()
 
 
 @as_root

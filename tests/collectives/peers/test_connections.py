@@ -6,10 +6,12 @@ import errno
 import os
 import random
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +19,13 @@ from typing import Any
 
 import pytest
 
+from collectives.backends.tcp.connections import connect
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.peers import connections
 from collectives.peers.address import Address, listening_process, parse_address
 from collectives.peers.connections import (
     _FRAME,
+    LONGEST,
     STRANGERS,
     Connection,
     ConnectionLoop,
@@ -191,9 +195,66 @@ def test_bytes_behind_the_first_message_of_a_link_are_left_to_its_owner() -> Non
             )
 
 
+def test_ranks_that_connect_at_once_do_not_displace_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "TURN_SECONDS", SECONDS)
+    monkeypatch.setattr(connections, "STRANGER_SECONDS", SECONDS)
+    ends: list[End] = []
+
+    def admit(connection: Connection) -> None:
+        ends.append(End())
+        ends[-1].take(connection)
+        connection.admit()
+
+    with serving(b"k", admit) as (listener, endpoint, _):
+        place = ("127.0.0.1", listener.address.port)
+        made = [socket.create_connection(place) for _ in range(3 * STRANGERS)]
+        loop = ConnectionLoop.hold()
+        loop.settle()
+        loop.release()
+        assert len(listener._strangers) == STRANGERS
+        dialling = [
+            Connection.dial(one, *Endpoint.named(endpoint.card, b"k"), **End().functions()) for one in made
+        ]
+        assert all(one.settled.wait(SECONDS) and one.opened for one in dialling)
+        for one in dialling:
+            one.close()
+        for end in ends:
+            end.wait(lambda end: end.ends)
+        assert len(ends) == 3 * STRANGERS
+
+
+def test_a_link_is_opened_again_when_so_many_came_that_the_listener_made_room() -> None:
+    link, end = {"type": "link"}, End()
+
+    def accept(connection: Connection) -> None:
+        connection.start_link(lambda made, message: end._note(end.heard, message), end.errors.append)
+
+    with serving(b"k", accept) as (listener, endpoint, _), socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            first, _ = server.accept()
+            first.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            first.close()
+            end.connection = Connection(server.accept()[0], listener=listener)
+            end.connection._register()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        made = connect(server.getsockname(), endpoint.card, b"k", link, timeout=SECONDS)
+        thread.join(SECONDS)
+        end.wait(lambda end: end.heard == [link])
+        place = server.getsockname()
+    made.close()
+    assert end.connection is not None
+    end.connection.close()
+    with pytest.raises(ConnectionRefusedError):  # its process has ended
+        connect(place, endpoint.card, b"k", link, timeout=SECONDS)
+
+
 def test_strangers_make_room_for_each_other_and_leave_after_their_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(connections, "TURN_SECONDS", 0.05)
     with serving(b"k") as (listener, endpoint, there):
         connection, _ = dialled(listener, endpoint, b"k")
         connection.send({"type": "x"})
@@ -318,11 +379,28 @@ def test_one_process_listens_once_at_an_address_and_the_loop_ends_with_its_last_
         b"[]",
         b"\xff",
         b"",
+        zlib.compress(b"[]"),
+        zlib.compress(b'{"type": "x"}') + b"y",
+        zlib.compress(b'{"type": "x"}')[:-1],
+        b"x",
+        zlib.compress(b'{"type": "x", "a": "' + bytes(LONGEST) + b'"}'),
     ],
 )
 def test_a_text_that_no_rank_sends_is_no_message(text: bytes) -> None:
     with pytest.raises(ValueError, match="not a message"):
         decode_message(text)
+
+
+def test_long_messages_are_compressed_and_no_stranger_makes_a_listener_decompress_them() -> None:
+    message = {"type": "x", "texts": ["y" * 100] * 1000}
+    assert len(encode_message(message)) < 2000
+    assert decode_message(encode_message(message)) == message
+    with serving(b"k") as (listener, endpoint, there):
+        connection, _ = dialled(listener, endpoint, b"k")
+        connection.send(message)
+        there.wait(lambda end: end.ends)
+        assert "a compressed text of more than 8192 bytes" in str(there.ends[0])
+        connection.close()
 
 
 def test_numbers_that_are_not_finite_are_not_sent() -> None:

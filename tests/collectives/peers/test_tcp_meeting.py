@@ -22,8 +22,9 @@ import pytest
 
 from collectives import Communicator
 from collectives.backends.shared.shared_backend import SharedBackend
+from collectives.backends.tcp.connections import TcpConnections
 from collectives.backends.tcp.tcp_backend import TcpBackend
-from collectives.peers import address
+from collectives.peers import address, rendezvous_client, rendezvous_state, tcp_control_plane
 from collectives.peers.address import (
     INTERACTIVE,
     LOW_DELAY,
@@ -52,8 +53,9 @@ from collectives.peers.rendezvous import (
     _Opening,
     process_mark,
 )
-from collectives.peers.rendezvous_state import FORMAT, Post, RendezvousState
+from collectives.peers.rendezvous_state import ANNOUNCED, FORMAT, Post, RendezvousState
 from collectives.peers.tcp_control_plane import TcpControlPlane
+from tests.support.checkout import ROOT
 from tests.support.forking import stopped_process
 from tests.support.hand_plans import forest_plan
 from tests.support.job_meeting import as_threads
@@ -162,6 +164,177 @@ def test_ranks_that_do_not_come_are_named() -> None:
         assert isinstance(error, BackendError)
         assert "only 2 of 4 ranks came, not ranks 1, 3" in str(error)
         assert error.peer == 1
+
+
+def test_a_rendezvous_opens_as_many_files_as_it_has_ranks_or_refuses_them() -> None:
+    script = """
+import resource
+from collectives.peers.rendezvous import Rendezvous
+from tests.collectives.peers.test_tcp_meeting import come, hello_of
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 500))
+with Rendezvous("127.0.0.1:0") as meeting:
+    print(come(meeting.address, hello_of(0, 500))["message"])
+    print(come(meeting.address, hello_of(0, 400))["type"], resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+    told = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert told.stdout.splitlines() == [
+        "the process of the rendezvous may open 500 files, and each of 500 ranks keeps a connection to it; raise the "
+        "limit where rank 0 starts (ulimit -n)",
+        "heard (500, 500)",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["gather", "agree", "largest"])
+def test_a_message_of_a_rank_costs_as_much_in_a_large_job(kind: str) -> None:
+    """Lines of Python that run, as a rank waits; the last message of a round answers all ranks."""
+
+    def lines(size: int) -> tuple[int, int]:
+        hub = RendezvousState(size)
+        for rank in range(size):
+            hub.join(hello_of(rank, size), 0.0)
+        said = [
+            {"type": kind, "data": "same", "signature": "same", "value": 1.0, "met": 0} for _ in range(size)
+        ]
+        counted = 0
+
+        def count(frame: Any, event: str, given: Any) -> Any:
+            nonlocal counted
+            counted += event == "line"
+            return count
+
+        costs, before = [], sys.gettrace()
+        for rank, message in enumerate(said):
+            counted = 0
+            sys.settrace(count)
+            try:
+                posts = hub.receive(rank, message, 0.0)
+            finally:
+                sys.settrace(before)
+            costs.append(counted)
+        assert len(posts) == size
+        return max(costs[:-1]), costs[-1] // size
+
+    (few, answer), (many, answers) = lines(8), lines(256)
+    assert many == few
+    assert answers <= answer
+
+
+def test_a_rank_is_compared_with_as_few_others_in_a_job_of_many_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared, differs = list[int](), JobIdentity.differs
+    monkeypatch.setattr(
+        JobIdentity, "differs", lambda mine, other: (compared.append(1), differs(mine, other))[1]
+    )
+    with Rendezvous("127.0.0.1:0") as meeting:
+        for rank in range(60):
+            job = JobIdentity(host=f"host {rank // 2}", launchers=((rank // 2, 1),))
+            assert meeting._wrong_job(hello_of(rank, 60, job=job)) == ""
+        assert len(compared) < 2 * 60
+        another = JobIdentity(host="host 20", launchers=((9, 9),))
+        assert "rank 40), and process" in meeting._wrong_job(hello_of(1, 60, job=another))
+
+
+def test_a_rank_with_another_window_is_compared_with_the_lowest_that_has_come() -> None:
+    hub = RendezvousState(300)
+    for rank in range(299, 1, -1):
+        assert hub.join(hello_of(rank, 300), 0.0) == ("", [])
+    reason, _ = hub.join(hello_of(0, 300, flight_bytes=8), 0.0)
+    assert "rank 0 has flight_bytes 8 and rank 2 7" in reason
+
+
+def test_an_answer_has_equal_texts_once() -> None:
+    hub = RendezvousState(5)
+    for rank in range(5):
+        hub.join(hello_of(rank, 5), 0.0)
+    posts: list[Post] = []
+    for rank, text in enumerate(["a", "b", "b", "b", "a"]):
+        posts = hub.receive(rank, {"type": "gather", "data": text}, 0.0)
+    assert [rank for rank, _ in posts] == list(range(5))
+    assert posts[0][1] == {"type": "agreed", "runs": [[1, "a"], [3, "b"], [1, "a"]]}
+
+
+class Passing:
+    """A job above the fan-out, of two ranks on a host: its welcomes, and the ranks that ask the rendezvous."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.posts: list[Post] = []
+        self.asked: list[int] = []
+        self._own = threading.local()
+        welcome, receive = RendezvousState._welcome, RendezvousState.receive
+
+        def posted(hub: RendezvousState) -> list[Post]:
+            self.posts = welcome(hub)
+            return self.posts
+
+        def received(hub: RendezvousState, rank: int, message: Message, now: float) -> list[Post]:
+            self.asked += [rank] if message["type"] == "peers" else []
+            return receive(hub, rank, message, now)
+
+        monkeypatch.setattr(rendezvous_state, "FANOUT", 2)
+        monkeypatch.setattr(RendezvousState, "_welcome", posted)
+        monkeypatch.setattr(RendezvousState, "receive", received)
+        monkeypatch.setattr(rendezvous_client, "process_namespace", lambda: f"host {self._own.rank // 2}")
+
+    def peers(self) -> list[Any]:
+        """What every rank knows of all, or its error; ranks that know it leave at once."""
+        with Rendezvous("127.0.0.1:0", 11) as self.meeting:
+            return as_threads(11, self._come)
+
+    def _come(self, rank: int) -> list[Message]:
+        self._own.rank = rank
+        backend = TcpBackend(rank, 11, rendezvous=self.meeting.address, timeout=20)
+        backend.close()
+        return backend._world.peers()
+
+
+def test_hosts_pass_the_announcements_of_all_ranks_on_in_a_large_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Passing(monkeypatch)
+    found = job.peers()
+    assert sorted(rank for rank, welcome in job.posts if "peers" in welcome) == [0, 2]
+    assert job.asked == []
+    assert len(found[0]) == 11
+    assert all(peers == found[0] for peers in found)
+
+
+def of_nobody(network: TcpConnections, connection: Connection) -> None:
+    connection.close()
+
+
+def of_another_job(network: TcpConnections, connection: Connection) -> None:
+    connection.send({"type": "peers", "peers": {name: [[11, None]] for name in ANNOUNCED}})
+
+
+def of_a_stopped_rank(network: TcpConnections, connection: Connection) -> None:
+    connection.admit()
+
+
+@pytest.mark.parametrize("pass_on", [of_nobody, of_another_job, of_a_stopped_rank])
+def test_a_rank_asks_the_rendezvous_when_another_one_does_not_pass_the_announcements_on(
+    monkeypatch: pytest.MonkeyPatch, pass_on: Any
+) -> None:
+    monkeypatch.setattr(tcp_control_plane, "SOURCE_SECONDS", 0.3)
+    monkeypatch.setattr(TcpConnections, "_take_request", pass_on)
+    job = Passing(monkeypatch)
+    found = job.peers()
+    assert set(job.asked) == {1, 3, 4, 5, 6, 7, 8, 9, 10}
+    assert all(isinstance(peers, list) and peers == found[0] for peers in found), found
+
+
+def test_a_rank_that_waits_for_announcements_hears_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_control_plane, "SOURCE_SECONDS", 9999)
+    job = Passing(monkeypatch)
+
+    def fail(network: TcpConnections, connection: Connection) -> None:
+        connection.admit()
+        job.meeting.broke(RuntimeError("a bug"))
+
+    monkeypatch.setattr(TcpConnections, "_take_request", fail)
+    found = job.peers()
+    assert all("RuntimeError: a bug" in str(error) for error in found), found
 
 
 def test_windows_must_be_the_same_on_all_ranks() -> None:
