@@ -207,7 +207,7 @@ def _shard_order(plan: PlanByKind, finders: Sequence[_TemplatePart]) -> tuple[li
 
 
 class _Reach(NamedTuple):
-    """Where the servers at one end of an edge are: in one leaf, in one pod, or anywhere."""
+    """The servers at one end of an edge: in one leaf, in one pod, or anywhere."""
 
     leaf: Numbers | int | None = None
     pod: Numbers | int | None = None

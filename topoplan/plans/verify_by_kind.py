@@ -330,7 +330,9 @@ class _Groups:
                 raise PlanError(f"entry s{sample.numbers[entry]} is the root, or in the leaf of the centre")
             where = self._where(entry)
             entries["the root's leaf" if leaf in self.held else f"leaf class {leaf[0]}, {where}"] += 1
-            self.sizes[self.of(entry)] = 1 if leaf in self.held else free[leaf[0], where]
+            self.sizes[self.of(entry)] = size = 1 if leaf in self.held else free[leaf[0], where]
+            if not size:
+                raise PlanError(f"entry s{sample.numbers[entry]} stands for no server")
         twice = next((where for where, times in entries.items() if times > 1), None)
         if twice is not None:
             raise PlanError(f"{twice} has two entries")
@@ -444,10 +446,10 @@ def _check_stage(plan: PlanByKind, groups: _Groups, stage: Stage) -> dict[int, _
             )
             raise PlanError(f"the {stage.op} tree {fault}: s{sample.numbers[server]}")
         seen[group] = server
-        if server not in named:
+        if named.get(server) != groups.sizes[group]:
             raise PlanError(
-                f"the {stage.op} tree reaches s{sample.numbers[server]}, which stands for no server; name the first "
-                "server of the sample in its place"
+                f"the {stage.op} tree reaches s{sample.numbers[server]} for {groups.sizes[group]} servers, but it "
+                f"stands for {named.get(server, 0)}; name the first leaf and server of the sample in its place"
             )
         if ranks[server] != home.count(server):
             raise PlanError(
@@ -460,6 +462,9 @@ def _check_stage(plan: PlanByKind, groups: _Groups, stage: Stage) -> dict[int, _
         raise PlanError(
             f"the {stage.op} tree reaches no server of cell {missing.cell} ({missing.role or 'remaining'}, {where})"
         )
+    if len(named) > len(seen):
+        number = min(sample.numbers[server] for server in named.keys() - seen.values())
+        raise PlanError(f"the {stage.op} tree does not reach s{number}, which stands for others")
     beyond: dict[tuple[int, str], Leaf] = {}
     for group, server in seen.items():
         leaf = groups.leaf[server]

@@ -56,7 +56,7 @@ class _Roles(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """A way to servers while others are looked at: its cost, parts, and the roles with those that it takes."""
+    """A way to servers during the search: its cost, parts, and the roles with the entries of these parts."""
 
     cost: int
     parts: tuple[Join, ...]
