@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from math import lcm
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +22,14 @@ from numpy.typing import NDArray
 from collectives.tables.lowering import check_lengths, chunk_rows
 from topoplan.errors import PlanError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind
+from topoplan.plans.kind_images import local_numbers
 from topoplan.plans.kind_templates import (
     KindTemplate,
     beside_root,
     centre_of,
+    entry_of,
     image_count,
-    local_numbers,
+    leaf_groups,
     represented,
 )
 from topoplan.plans.plan_by_kind import PlanByKind
@@ -204,6 +206,16 @@ def _shard_order(plan: PlanByKind, finders: Sequence[_TemplatePart]) -> tuple[li
     return np.split(position, np.cumsum(counts)[:-1]), steps, unit
 
 
+class _Reach(NamedTuple):
+    """The servers at one end of an edge: in one leaf, in one pod, or anywhere."""
+
+    leaf: Numbers | int | None = None
+    pod: Numbers | int | None = None
+
+
+_ANYWHERE = _Reach()
+
+
 class _TemplatePart:
     """Rows of one rank in the images of one template."""
 
@@ -218,20 +230,24 @@ class _TemplatePart:
         self.local = local_numbers(self.home)
         server, self.gpu = cluster.server_of(rank)
         self.place = cluster.place(server)
-        # Leaf, position and turn of the root, and the centre, of every image.
+        # Leaf and position of the root, the centre, and (the leaf counted in its pod) the entries, of every image.
         number = np.arange(self.count, dtype=np.int64)
         cell = self.cells[self.places[template.root].cell]
         self.leaf, self.position = np.divmod(number // template.shifts, cell.count)
-        self.turn = number % (cell.count * template.shifts)
         self.centre_leaf, self.centre_position = centre_of(
             plan.sample, template, self.leaf, self.position, number
         )
+        self.groups = leaf_groups(plan.sample, template)
+        self.entered = {
+            entry: entry_of(plan.sample, template, entry, self.leaf, self.position, number)
+            for entry in template.entries
+        }
 
     def owners(self, collective: str) -> Numbers:
         """Return the rank by which the images are ordered."""
         stage = self.template.stages[-1 if collective == "reduce_scatter" else 0]
         every = np.arange(self.count)
-        leaf, position = self.lowest(self.home[stage.root], every, None)
+        leaf, position = self.lowest(self.home[stage.root], every, _ANYWHERE)
         return self.first[self.places[self.home[stage.root]].cell][leaf, position] + self.local[stage.root]
 
     def rows(self, shard: Numbers) -> tuple[NDArray[Any], ...]:
@@ -299,8 +315,9 @@ class _TemplatePart:
             if above == below:
                 child = np.full(len(image), self.rank - self.gpu + self.local[edge.child])
             else:
-                only = None if self.stands[above] == 1 else self.place.leaf
-                which, leaf, position = self.members(below, image, only)
+                which, leaf, position = self.members(
+                    below, image, self.reach(above, below, above, self.place.leaf)
+                )
                 child = self.first[self.places[below].cell][leaf, position] + self.local[edge.child]
                 image = image[which]
             found.append((image, np.full(len(image), self.rank), child, np.ones(len(image), np.bool_)))
@@ -310,16 +327,26 @@ class _TemplatePart:
         """Return leaf and position of the server above the rank's."""
         if above == below:
             return np.full(len(image), self.place.leaf), np.full(len(image), self.place.position)
-        return self.lowest(above, image, None if self.stands[above] == 1 else self.place.leaf)
+        return self.lowest(above, image, self.reach(above, below, below, self.place.leaf))
 
     def lowest_child(self, edge: Edge, above: int, below: int, image: Numbers) -> Numbers:
         """Return the lowest child that an edge from the parent of the rank stands for."""
         server = self.home[edge.child]
-        if server == above:
-            leaf, position = self.one_above(above, below, image)
-        else:
-            leaf, position = self.lowest(server, image, None if self.stands[above] == 1 else self.place.leaf)
+        leaf, position = self.one_above(above, below, image)
+        if server != above:
+            leaf, position = self.lowest(server, image, self.reach(above, server, above, leaf))
         return self.first[self.places[server].cell][leaf, position] + self.local[edge.child]
+
+    def reach(self, above: int, below: int, known: int, leaf: Numbers | int) -> _Reach:
+        """Return where the other end of an edge between two servers is, given the leaf of the known one.
+
+        It is anywhere if the upper one is alone, else in the leaf if both share one, else in the pod.
+        """
+        if self.stands[above] == 1:
+            return _ANYWHERE
+        if self.sample.leaf_of(above) == self.sample.leaf_of(below):
+            return _Reach(leaf=leaf)
+        return _Reach(pod=leaf // self.cells[self.places[known].cell].leaves_in_pod)
 
     def held(self, cell: int, image: Numbers, leaf: Numbers) -> Flags:
         """Return whether leaves of a cell's class hold root or centre."""
@@ -334,6 +361,10 @@ class _TemplatePart:
         """Return whether leaves without root and centre are in pods placed like that of a server of the sample."""
         cell, template = self.cells[self.places[server].cell], self.template
         found = ~self.held(self.places[server].cell, image, leaf)
+        entry = self.groups.entry_beside(cell, self.places[server].leaf)
+        if entry is not None:
+            beside = self.entered[entry][0][image] == leaf % cell.leaves_in_pod
+            found = found & (beside if self.groups.entered(server) is not None else ~beside)
         pods = {self.sample.pod_of(one): one for one in (template.centre, template.root)}
         one = pods.pop(self.sample.pod_of(server), None)
         if one is not None:
@@ -351,17 +382,14 @@ class _TemplatePart:
 
     def marked_at(self, server: int, image: Numbers, leaf: Numbers) -> tuple[Numbers, Flags]:
         """Return the position of a marked server in leaves of its class, and whether it has one there."""
-        cell, template = self.places[server].cell, self.template
-        count = self.cells[cell].count
+        template = self.template
         if server == template.root:
             return self.position[image], self.leaf[image] == leaf
         if server == template.centre:
             return self.centre_position[image], self.centre_leaf[image] == leaf
-        if not beside_root(self.sample, template, server):
-            return self.turn[image] % count, self.grouped(server, image, leaf)
-        same = cell == self.places[template.root].cell
-        at = self.position[image] + 1 if same else self.turn[image]
-        return at % count, self.leaf[image] == leaf
+        near = beside_root(self.sample, template, server)
+        there: Flags = self.leaf[image] == leaf if near else self.grouped(server, image, leaf)
+        return self.entered[server][1][image], there
 
     def belongs(self, server: int, image: Numbers, leaf: Numbers, position: Numbers) -> Flags:
         """Return whether a server of the sample stands for places of its cell."""
@@ -405,15 +433,19 @@ class _TemplatePart:
         return self.slot(server)
 
     def members(
-        self, server: int, image: Numbers, only: int | None
+        self, server: int, image: Numbers, reach: _Reach
     ) -> tuple[NDArray[np.intp], Numbers, Numbers]:
         """Return the places for which a server of the sample stands: index into ``image``, leaf, position."""
         cell = self.cells[self.places[server].cell]
         alone = self.alone(server)
-        width = 1 if only is not None or alone is not None else cell.leaves
-        leaf = np.full((len(image), width), 0 if only is None else only)
-        if only is None:
-            leaf[:] = np.arange(cell.leaves) if alone is None else alone[image][:, None]
+        if reach.leaf is not None:
+            leaf = np.full((len(image), 1), reach.leaf)
+        elif alone is not None:
+            leaf = alone[image][:, None]
+        else:
+            size = cell.leaves_in_pod
+            first, leaves = (0, cell.leaves) if reach.pod is None else (reach.pod * size, size)
+            leaf = np.tile(first + np.arange(leaves), (len(image), 1))
         if server in self.template.marked:
             position, there = self.marked_at(server, image[:, None], leaf)
             which, column = np.nonzero(there)
@@ -423,18 +455,26 @@ class _TemplatePart:
         which, column, position = np.nonzero(np.broadcast_to(there, (*leaf.shape, cell.count)))
         return which, leaf[which, column], position
 
-    def lowest(self, server: int, image: Numbers, only: int | None) -> tuple[Numbers, Numbers]:
+    def lowest(self, server: int, image: Numbers, reach: _Reach) -> tuple[Numbers, Numbers]:
         """Return leaf and position of the lowest server for which one of the sample stands in each image."""
-        cell = self.places[server].cell
-        alone = self.alone(server)
-        if only is not None:
-            leaf = np.full(len(image), only)
+        number = self.places[server].cell
+        cell, alone = self.cells[number], self.alone(server)
+        if reach.leaf is not None:
+            leaf = np.broadcast_to(reach.leaf, image.shape)
         elif alone is not None:
             leaf = alone[image]
         else:
-            leaf = self.first_pod(server, image) * self.cells[cell].leaves_in_pod
-            for _ in range(2):
-                leaf = leaf + self.held(cell, image, leaf)
+            pod = self.first_pod(server, image) if reach.pod is None else reach.pod
+            leaf = np.broadcast_to(pod * cell.leaves_in_pod, image.shape)
+            entry = self.groups.entry_beside(cell, self.places[server].leaf)
+            if entry is not None and self.groups.entered(server) is not None:
+                leaf = leaf + self.entered[entry][0][image]
+            else:
+                for _ in range(2):
+                    taken = self.held(number, image, leaf)
+                    if entry is not None:
+                        taken |= self.entered[entry][0][image] == leaf % cell.leaves_in_pod
+                    leaf = leaf + taken
         if server in self.template.marked:
             return leaf, self.marked_at(server, image, leaf)[0]
         position = np.zeros(len(image), dtype=np.int64)

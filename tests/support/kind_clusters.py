@@ -48,6 +48,44 @@ def random_cluster(seed: int, *, most: int) -> ClusterByKind | None:
     return found if found.servers > 1 and found.size <= most else None
 
 
+def random_three_levels(seed: int, *, most: int) -> ClusterByKind | None:
+    """Return a fat tree of three levels whose pods are often the bottleneck, as `random_cluster`."""
+    rng = random.Random(f"three levels {seed}")
+    servers = []
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        gpus = list(range(rng.choice([1, 2, 4]))) if rng.random() < 0.7 else None
+        rate, count = rng.choice([None, 50, 200]), rng.randint(2, 14)
+        servers.append(Server(rng.choice(MACHINES), gpus, nic_gbps=rate, count=count))
+    try:
+        found = topoplan.cluster_by_kind(
+            servers,
+            nic_gbps=100,
+            nics=rng.choice([None, 1, 2]),
+            nic_access=rng.choice(["direct", "pcie"]),
+            network="fat-tree",
+            leaf_size=rng.randint(1, 4),
+            oversubscription=rng.choice([None, 2, 3.5]),
+            pod_size=rng.randint(2, 3),
+            pod_oversubscription=rng.choice([4, 9, 16]),
+        )
+    except TopoplanError:
+        return None
+    return found if found.size <= most and len(found.leaves) > found.pod_size else None
+
+
+def plan_of_three_levels(seed: int, *, most: int) -> PlanByKind | None:
+    """Return a plan of a collective on such a cluster; None if it cannot be planned by kind."""
+    cluster = random_three_levels(seed, most=most)
+    if cluster is None:
+        return None
+    collective = COLLECTIVES[seed % len(COLLECTIVES)]
+    root = random.Random(seed).randrange(cluster.size) if collective in ("broadcast", "reduce") else None
+    try:
+        return topoplan.plan_by_kind(cluster, collective, root=root)
+    except InfeasibleError:
+        return None
+
+
 def random_plan(seed: int, *, most: int) -> PlanByKind | None:
     """Return a plan of a random collective on such a cluster; None if it cannot be planned by kind."""
     cluster = random_cluster(seed, most=most)
@@ -81,7 +119,7 @@ def changed_file(rng: random.Random, value: dict[str, Any]) -> dict[str, Any]:
         if not edges or not names:
             continue
         edge = rng.choice(edges)
-        kind = rng.randrange(12)
+        kind = rng.randrange(13)
         if kind == 0:
             edges.remove(edge)
         elif kind == 1:
@@ -92,6 +130,9 @@ def changed_file(rng: random.Random, value: dict[str, Any]) -> dict[str, Any]:
             template[rng.choice(["root", "centre"])] = rng.choice(servers)
         elif kind == 4:
             template["entries"] = rng.sample(servers, rng.randint(0, min(2, len(servers))))
+        elif kind == 12:
+            given = rng.choice([servers, template.get("entries", []) or servers])
+            template["pod_entries"] = rng.sample(given, rng.randint(0, min(2, len(given))))
         elif kind == 5:
             other = rng.choice(value["templates"])
             template["share"], other["share"] = other["share"], template["share"]

@@ -71,6 +71,11 @@ class Cell:
     def servers(self) -> int:
         return self.leaves * self.count
 
+    @property
+    def servers_in_pod(self) -> int:
+        """Servers of the cell in one pod."""
+        return self.leaves_in_pod * self.count
+
 
 @dataclass(frozen=True)
 class ClusterByKind:

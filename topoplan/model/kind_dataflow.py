@@ -12,7 +12,7 @@ are those of the classes of links, and only the copies on a route are counted in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -27,10 +27,12 @@ from topoplan.model.dataflow import Dataflow, Indices, Starters, flow_of
 from topoplan.plans.kind_exchange import KindPath, placings
 from topoplan.plans.kind_templates import (
     KindTemplate,
-    LeafGroups,
     beside_root,
     centre_of,
+    entry_of,
+    follows_root,
     image_count,
+    leaf_groups,
     represented,
 )
 from topoplan.plans.plan_by_kind import PlanByKind
@@ -145,7 +147,8 @@ def _starters(
             copies = flow.counts[hop.shard] * stands[hop.shard][child]
             alike.setdefault(pattern, []).append((number, copies / placings(sample, (parent, child))))
         else:
-            roles = Roles(template.root, template.centre, template.entries, template.shifts, parent, child)
+            marked = (template.root, template.centre, template.entries, template.shifts)
+            roles = Roles(*marked, parent, child, template.pod_entries)
             between.setdefault(pattern, []).append((number, (roles, upwards)))
     routes = list(alike.values())
     counted = _Pairs(sample)
@@ -172,6 +175,7 @@ class Roles:
     shifts: int
     parent: int
     child: int
+    pod_entries: tuple[int, ...] = ()
 
 
 class _Pairs:
@@ -226,7 +230,9 @@ class RoleImages:
 
     def __init__(self, sample: ClusterSample, roles: Roles) -> None:
         self.sample, self.roles = sample, roles
-        self.template = KindTemplate(Fraction(0), roles.root, roles.centre, roles.entries, roles.shifts, ())
+        marked = (roles.root, roles.centre, roles.entries, roles.shifts)
+        self.template = KindTemplate(Fraction(0), *marked, (), roles.pod_entries)
+        self.groups = leaf_groups(sample, self.template)
         places, cells = sample.places, sample.cluster.cells
         self.home, self.middle, self.own = (
             cells[places[one].cell] for one in (roles.root, roles.centre, roles.child)
@@ -243,7 +249,9 @@ class RoleImages:
         roles, places = self.roles, self.sample.places
         here, there = places[roles.root], places[roles.centre]
         sending = self.sample.cluster.cells[places[roles.parent].cell]
-        most = self.home.servers * roles.shifts // sending.servers
+        many = image_count(self.sample, self.template)
+        passing = roles.parent in roles.pod_entries and roles.parent != self.near
+        most = many // (sending.servers_in_pod if passing else sending.servers)
         if most > MOST_TREES:
             raise UsageError(
                 f"a server must send in at most {MOST_TREES:,} trees to be timed, got {most:,}; plan fewer kinds of "
@@ -258,10 +266,12 @@ class RoleImages:
                 return np.arange(start + parent.position, start + self.block, sending.count)
             start += (parent.position - 1) % sending.count * roles.shifts
             return np.arange(start, start + roles.shifts)
+        if passing:
+            return self._passing(parent, sending, many)
         if roles.parent != roles.centre:
             raise PlanError(
                 f"s{self.sample.numbers[roles.parent]} sends to another server, and is neither root, centre, nor the "
-                "entry of its leaf"
+                "entry of its leaf or pod"
             )
         if self.middle.leaf_class != self.home.leaf_class:
             first = parent.leaf * self.middle.count + parent.position
@@ -279,6 +289,27 @@ class RoleImages:
         start += (parent.position - same) % self.middle.count * roles.shifts
         return np.arange(start, start + roles.shifts)
 
+    def _passing(self, parent: ServerPlace, own: Cell, many: int) -> Indices:
+        """Return the numbers of the ``many`` images in which a server of a cell is the entry of its pod."""
+        roles, sample = self.roles, self.sample
+        pod, size = own.pod(parent.leaf), own.leaves_in_pod
+        if follows_root(sample, roles.root, roles.parent):
+            start = (pod[1] * size + (parent.leaf - 1) % size) * self.block
+            if parent.cell != sample.places[roles.root].cell:
+                return np.arange(start + parent.position, start + self.block, own.count)
+            start += parent.position * roles.shifts
+            return np.arange(start, start + roles.shifts)
+        number = np.arange(parent.leaf % size * own.count + parent.position, many, own.servers_in_pod)
+        root = divmod(number // roles.shifts, self.home.count)
+        centre = centre_of(sample, self.template, *root, number)
+        kept = np.ones(len(number), dtype=np.bool_)
+        for one, leaf in ((roles.root, root[0]), (roles.centre, centre[0])):
+            cell = sample.cluster.cells[sample.places[one].cell]
+            if cell.pod_class == pod[0]:
+                there = leaf // cell.leaves_in_pod == pod[1]
+                kept &= there if sample.pod_of(one) == sample.pod_of(roles.parent) else ~there
+        return number[kept]
+
     def with_child(self, parent: ServerPlace, leaf: Indices, position: Indices) -> Indices:
         """Return in how many of them each of some servers is the child, (M,) int64.
 
@@ -286,7 +317,7 @@ class RoleImages:
         """
         roles, sample, own = self.roles, self.sample, self.own
         cell = sample.places[roles.child].cell
-        if roles.parent in self.far:
+        if roles.parent in self.far and sample.leaf_of(roles.parent) == sample.leaf_of(roles.child):
             # The other servers of its leaf, in all images in which it is the entry.
             times = image_count(sample, self.template) * self.stands[roles.parent]
             others = (leaf == parent.leaf) & ((position != parent.position) | (cell != parent.cell))
@@ -349,10 +380,45 @@ class RoleImages:
             free = images(at, of, many, kept=True) - in_pod(root[0], self.home)
             return free if centre_pod == root_pod else free - in_pod(centre[0], self.middle)
 
-        entered = np.zeros_like(leaf)
-        groups = LeafGroups(sample, roles.root, roles.centre)
-        if any(sample.places[one].cell == cell and groups.alike(one, roles.child) for one in self.far):
-            entered = in_group(number % self.block % own.count, position, own.count)
-        if roles.child in self.far:
+        found = self._in_group(number, root, leaf, position, in_group)
+        if roles.parent in roles.pod_entries:
+            # It sends to its own pod.
+            sender = sample.cluster.cells[parent.cell]
+            found = np.where(leaf // size == parent.leaf // sender.leaves_in_pod, found, 0)
+        return found
+
+    def _in_group(
+        self,
+        number: Indices,
+        root: tuple[Indices, Indices],
+        leaf: Indices,
+        position: Indices,
+        images: Callable[[Indices, Indices, int], Indices],
+    ) -> Indices:
+        """Return in how many of some images each of some servers is the child, if that is in no leaf of root or centre.
+
+        ``images`` counts those with each of some numbers, and the child's leaf in its group of leaves.
+        """
+        roles, sample, own, none = self.roles, self.sample, self.own, np.zeros_like(number)
+        cell, size, count = sample.places[roles.child].cell, own.leaves_in_pod, own.count
+        entry = self.groups.entry_beside(own, sample.places[roles.child].leaf)
+        beside, at = (none, none) if entry is None else entry_of(sample, self.template, entry, *root, number)
+        within = leaf % size
+        if self.groups.entered(roles.child) is not None:
+            found: Indices = images(beside, within, size)
+            same = entry is not None and sample.places[entry].cell == cell
+            passing = images(beside * count + at, within * count + position, size * count) if same else 0
+            return found - passing if roles.child != entry else found * 0 + passing
+        entered: Indices = np.zeros_like(leaf)
+        far = [
+            one for one in self.far if one not in roles.pod_entries and self.groups.alike(one, roles.child)
+        ]
+        if any(sample.places[one].cell == cell for one in far):
+            turn = number % self.block % count
+            entered = images(turn, position, count)
+            if entry is not None:
+                entered = entered - images(beside * count + turn, within * count + position, size * count)
+        if roles.child in far:
             return entered
-        return in_group(np.zeros_like(number), np.zeros_like(leaf), 1) - entered
+        found = images(none, np.zeros_like(leaf), 1) - entered
+        return found if entry is None else found - images(beside, within, size)

@@ -29,7 +29,7 @@ from math import prod
 
 from topoplan.machine.cluster_by_kind import ClusterSample, ServerPlace
 from topoplan.machine.fabric import Fabric
-from topoplan.plans.kind_templates import local_numbers, renamed
+from topoplan.plans.kind_images import local_numbers, renamed
 from topoplan.plans.loads import edge_links
 from topoplan.plans.shards import Edge, Shard, Stage, path_ends
 

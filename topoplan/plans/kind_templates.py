@@ -2,10 +2,12 @@
 
 A template is a tree (or a pair) over a `ClusterSample`. Three roles of servers are *marked*: the *root*, which has the
 root rank; the *centre*, which sends to other servers (the root itself, or a server that has the data from the root);
-and *entries*, each of which passes the data on to the servers of its leaf: the root's, if the centre is in another one,
-or all that have neither root nor centre. Every other server of the sample stands for all servers of its cell that are
-placed like it: in the root's leaf, in the centre's, or in any other leaf of a class, in the root's pod, in the
-centre's, or in any other pod of a class.
+and *entries*. An entry of a leaf passes the data on to the servers of its leaf: the root's, if the centre is in another
+one, or all that have neither root nor centre. An entry of a pod is one of these that passes it on to the leaves of its
+pod too: the root's, if the centre is in another one, or all that have neither root nor centre. Every other server of
+the sample stands for all servers of its cell that are placed like it: in the root's leaf, in the centre's, in that of
+the entry of the pod, or in any other leaf of a class, in the root's pod, in the centre's, or in any other pod of a
+class.
 
 The images of a template have numbers x = i S + s, where server i of the root's cell is the root (leaf by leaf), s is
 from 0 to S - 1, and S are the template's *shifts*. With q = x mod (c S), where c is the cell's servers in a leaf:
@@ -14,8 +16,11 @@ from 0 to S - 1, and S are the template's *shifts*. With q = x mod (c S), where 
   position q mod its count. In another leaf of the class it is in the next leaf of the pod, or in the same leaf of the
   next pod, at the root's position if its cell is the root's and at q mod its count else. In another class it is server
   x mod the cell's servers; the two classes of leaves must then be of different classes of pods, or of one pod.
-- An entry has position q mod its count in every leaf that it stands for. One of the root's cell, in the root's leaf,
-  follows the root: position p + 1 mod c.
+- An entry of a leaf has position q mod its count in every leaf that it stands for. One of the root's cell, in the
+  root's leaf, follows the root: position p + 1 mod c.
+- An entry of a pod in the root's leaf is placed as that of the leaf. In another leaf of the class, in the root's pod,
+  it is in the next leaf, at the root's position if its cell is the root's and at q mod its count else. In every other
+  pod, and leaf class, it is server x mod its cell's servers in a pod.
 
 If the counts divide what they must (`needed_shifts`, `entry_allowed`), every server of a cell has each role in equally
 many images, so all links of a class carry the same: the sum over the template's edges, each as often as its child
@@ -24,7 +29,7 @@ stands for servers, divided by the number of links of the class.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -34,10 +39,11 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from topoplan.machine.cluster_by_kind import Cell, ClusterByKind, ClusterSample, ServerPlace
+from topoplan.errors import PlanError
+from topoplan.machine.cluster_by_kind import Cell, ClusterByKind, ClusterSample
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.loads import edge_links
-from topoplan.plans.shards import Edge, Shard, Stage
+from topoplan.plans.shards import Edge, Stage
 
 SAMPLE = 3
 """Leaves of a class, and servers of a cell in a leaf, in the sample: root, centre, and one that stands for others."""
@@ -58,6 +64,7 @@ class KindTemplate:
 
     ``share`` is the part of all images together. ``root``, ``centre`` and ``entries`` are servers of the sample; the
     centre is the root if the data goes to other servers from there. ``stages`` are trees on the ranks of the sample.
+    ``pod_entries`` are those of the entries that pass the data on to their pod.
     """
 
     share: Fraction
@@ -66,6 +73,7 @@ class KindTemplate:
     entries: tuple[int, ...]
     shifts: int
     stages: tuple[Stage, ...]
+    pod_entries: tuple[int, ...] = ()
 
     @property
     def marked(self) -> tuple[int, ...]:
@@ -75,11 +83,12 @@ class KindTemplate:
 
 @dataclass(frozen=True)
 class LeafGroups:
-    """Groups of leaves that are placed alike to the leaves of root and centre of a template, and the size of each."""
+    """Groups of leaves that are placed alike to the marked servers of a template, and the size of each."""
 
     sample: ClusterSample
     root: int
     centre: int
+    pod_entries: tuple[int, ...] = ()
 
     @cached_property
     def held(self) -> set[tuple[int, int]]:
@@ -91,31 +100,63 @@ class LeafGroups:
         """The pods of root and centre."""
         return {self.sample.pod_of(server) for server in (self.root, self.centre)}
 
+    @cached_property
+    def _entered(self) -> dict[tuple[int, tuple[int, int] | None], int]:
+        """The entries of pods in leaves without root and centre, by the class of the leaf and the pod if held."""
+        return {
+            (self.sample.leaf_of(entry)[0], self._held_pod(self.sample.pod_of(entry))): entry
+            for entry in self.pod_entries
+            if self.sample.leaf_of(entry) not in self.held
+        }
+
+    def _held_pod(self, pod: tuple[int, int]) -> tuple[int, int] | None:
+        return pod if pod in self.held_pods else None
+
+    def alike(self, one: int, other: int) -> bool:
+        """Return whether two servers, in no leaf of root or centre, are both in one held pod, or both in none."""
+        first, second = (self._held_pod(self.sample.pod_of(server)) for server in (one, other))
+        return first == second
+
+    def entry_beside(self, cell: Cell, leaf: int) -> int | None:
+        """Return the entry of the pod of a leaf of a cell's class, if its leaf is of that class and not held."""
+        return self._entered.get((cell.leaf_class, self._held_pod(cell.pod(leaf))))
+
+    def entered(self, server: int) -> int | None:
+        """Return the entry of a pod in whose leaf a server of the sample is, if that leaf is not held."""
+        place = self.sample.places[server]
+        entry = self.entry_beside(self.sample.cluster.cells[place.cell], place.leaf)
+        return entry if entry is not None and self.sample.places[entry].leaf == place.leaf else None
+
     def size(self, cell: Cell, leaf: int) -> int:
         """Return for how many leaves a leaf of the sample, of the class of a cell, stands."""
         if (cell.leaf_class, leaf) in self.held:
             return 1
-        if cell.pod(leaf) in self.held_pods:
-            others = (one for leaf_class, one in self.held if leaf_class == cell.leaf_class)
-            return cell.leaves_in_pod - sum(cell.pod(one) == cell.pod(leaf) for one in others)
+        pod = cell.pod(leaf)
         held = sum(pod_class == cell.pod_class for pod_class, _ in self.held_pods)
-        return (cell.pods - held) * cell.leaves_in_pod
-
-    def alike(self, one: int, other: int) -> bool:
-        """Return whether two servers, in no leaf of root or centre, are both in one held pod, or both in none."""
-        first, second = self.sample.pod_of(one), self.sample.pod_of(other)
-        return first == second or not {first, second} & self.held_pods
+        pods = cell.pods - held if self._held_pod(pod) is None else 1
+        entry = self.entry_beside(cell, leaf)
+        if entry is not None and self.sample.places[entry].leaf == leaf:
+            return pods
+        others = (one for leaf_class, one in self.held if leaf_class == cell.leaf_class)
+        return pods * (cell.leaves_in_pod - sum(cell.pod(one) == pod for one in others) - (entry is not None))
 
     def slots(self, cell: Cell) -> list[int]:
-        """Return the sampled leaves of a cell's class that stand for others: those held, one of each group."""
+        """Return the sampled leaves of a cell's class that stand for others: marked ones, one of each group."""
         found: dict[tuple[int, ...], int] = {}
         for leaf in self.sample.leaves_of[cell.leaf_class]:
-            pod = cell.pod(leaf)
+            entry = self.entry_beside(cell, leaf)
             if (cell.leaf_class, leaf) in self.held:
                 found[0, leaf] = leaf
-            else:
-                found.setdefault((1, *(pod if pod in self.held_pods else ())), leaf)
+            elif entry is not None and self.sample.places[entry].leaf == leaf:
+                found[1, leaf] = leaf
+            elif self.size(cell, leaf):
+                found.setdefault((2, *(self._held_pod(cell.pod(leaf)) or ())), leaf)
         return [found[group] for group in sorted(found)]
+
+
+def leaf_groups(sample: ClusterSample, template: KindTemplate) -> LeafGroups:
+    """Return the groups of leaves of a template."""
+    return LeafGroups(sample, template.root, template.centre, template.pod_entries)
 
 
 def represented(sample: ClusterSample, template: KindTemplate) -> dict[int, int]:
@@ -124,7 +165,7 @@ def represented(sample: ClusterSample, template: KindTemplate) -> dict[int, int]
     Servers of the sample that the trees need not reach are left out.
     """
     cells, places = sample.cluster.cells, sample.places
-    groups = LeafGroups(sample, template.root, template.centre)
+    groups = leaf_groups(sample, template)
     found: dict[int, int] = {}
     for server in template.marked:
         found[server] = groups.size(cells[places[server].cell], places[server].leaf)
@@ -146,12 +187,26 @@ def beside_root(sample: ClusterSample, template: KindTemplate, entry: int) -> bo
     return sample.leaf_of(entry) == sample.leaf_of(template.root)
 
 
-def needed_shifts(sample: ClusterSample, root: int, centre: int, entries: Sequence[int]) -> int:
+def follows_root(sample: ClusterSample, root: int, entry: int) -> bool:
+    """Return whether an entry of a pod is in the root's pod, in a leaf of the class of the root's."""
+    same = sample.leaf_of(entry)[0] == sample.leaf_of(root)[0]
+    return same and sample.pod_of(entry) == sample.pod_of(root)
+
+
+def needed_shifts(
+    sample: ClusterSample, root: int, centre: int, entries: Sequence[int], pod_entries: Sequence[int] = ()
+) -> int:
     """Return the fewest shifts with which all servers of a cell have the same roles equally often."""
     cells, places = sample.cluster.cells, sample.places
     home, middle = cells[places[root].cell], cells[places[centre].cell]
-    counts = [cells[places[entry].cell].count for entry in entries]
-    shifts = 1
+    counts, shifts = [], 1
+    for entry in entries:
+        own = cells[places[entry].cell]
+        if entry in pod_entries and not follows_root(sample, root, entry):
+            many = own.servers_in_pod
+            shifts = lcm(shifts, many // gcd(many, home.servers_in_pod))
+        else:
+            counts.append(own.count)
     if places[centre].cell != places[root].cell and middle.leaf_class == home.leaf_class:
         counts.append(middle.count)
     for count in counts:
@@ -161,13 +216,31 @@ def needed_shifts(sample: ClusterSample, root: int, centre: int, entries: Sequen
     return shifts
 
 
-def entry_allowed(sample: ClusterSample, root: int, centre: int, entry: int) -> bool:
-    """Return whether an entry is equally often at each of its positions: not always beside a centre of its class."""
+def entry_allowed(
+    sample: ClusterSample, root: int, centre: int, entry: int, pod_entries: Sequence[int] = ()
+) -> bool:
+    """Return whether an entry is equally often at each of its positions.
+
+    Entries of leaves are not if they are always beside a centre, or the entry of a pod, of their class.
+    """
     cells, places = sample.cluster.cells, sample.places
     home, middle, own = (cells[places[server].cell] for server in (root, centre, entry))
     # A centre that goes round the pods of a class says which of their leaves are beside it.
-    follows = own.pod_class == middle.pod_class if middle.pods > 1 else own.leaf_class == middle.leaf_class
-    return middle.leaf_class == home.leaf_class or not follows or middle.count % own.count == 0
+    turns = middle.leaf_class != home.leaf_class
+    if entry in pod_entries:
+        return (
+            not (turns and own.pod_class == middle.pod_class)
+            or middle.servers_in_pod % own.servers_in_pod == 0
+        )
+    beside = own.pod_class == middle.pod_class if middle.pods > 1 else own.leaf_class == middle.leaf_class
+    if turns and beside and middle.count % own.count:
+        return False
+    groups = LeafGroups(sample, root, centre, tuple(pod_entries))
+    other = groups.entry_beside(own, places[entry].leaf)
+    if other is None or sample.leaf_of(entry) in groups.held or follows_root(sample, root, other):
+        return True
+    passing = cells[places[other].cell]
+    return passing.count % gcd(passing.servers_in_pod, own.count) == 0
 
 
 def centre_allowed(sample: ClusterSample, root: int, centre: int) -> bool:
@@ -196,12 +269,20 @@ class ClassCrossings:
         return self.sample.servers_of(self.fabric.ranks)
 
     def of(self, template: KindTemplate) -> dict[int, int]:
-        """Return how often one byte of a template crosses each class, all links of the class together."""
+        """Return how often one byte of a template crosses each class, all links of the class together.
+
+        PlanError if the template reaches a server that stands for none.
+        """
         stands = represented(self.sample, template)
         crossings: dict[int, int] = {}
         for stage in template.stages:
             for edge in stage.edges:
-                times = stands.get(self._home[edge.child], 0)
+                server = self._home[edge.child]
+                if server not in stands:
+                    raise PlanError(
+                        f"a template reaches s{self.sample.numbers[server]}, which stands for no server"
+                    )
+                times = stands[server]
                 for row in self.rows(stage.op, edge):
                     crossings[row] = crossings.get(row, 0) + times
         return crossings
@@ -251,150 +332,22 @@ def centre_of(
     return leaf, position if there.cell == here.cell else turn
 
 
-@dataclass(frozen=True)
-class TemplateImages:
-    """The images of one template as shards of the whole cluster, made on request."""
+def entry_of(
+    sample: ClusterSample, template: KindTemplate, entry: int, leaf: Number, position: Number, number: Number
+) -> tuple[Number, Number]:
+    """Return leaf and position of an entry of images, from those of the root and their numbers.
 
-    sample: ClusterSample
-    fabric: Fabric
-    template: KindTemplate
-
-    def servers(self, number: int) -> dict[int, list[tuple[int, int, int]]]:
-        """Return for every server of the sample the servers of one image: (server, leaf class, leaf) each."""
-        cluster, sample, template = self.sample.cluster, self.sample, self.template
-        cells, places = cluster.cells, sample.places
-        home = cells[places[template.root].cell]
-        index, _ = divmod(number, template.shifts)
-        leaf, position = divmod(index, home.count)
-        turn = number % (home.count * template.shifts)
-        root = ServerPlace(places[template.root].cell, leaf, position)
-        centre = ServerPlace(
-            places[template.centre].cell, *centre_of(sample, template, leaf, position, number)
-        )
-        role: dict[int, list[ServerPlace]] = {template.root: [root]}
-        if template.centre != template.root:
-            role[template.centre] = [centre]
-        held = {(cells[place.cell].leaf_class, place.leaf) for place in (root, centre)}
-        pods = {
-            sample.pod_of(server): cells[place.cell].pod(place.leaf)
-            for server, place in ((template.root, root), (template.centre, centre))
-        }
-
-        def alike(server: int) -> list[int]:
-            """Return the leaves of images of a server of the sample that is in no leaf of root or centre."""
-            own, pod = cells[places[server].cell], pods.get(sample.pod_of(server))
-            return [
-                at
-                for at in range(own.leaves)
-                if (own.leaf_class, at) not in held
-                and (own.pod(at) not in pods.values() if pod is None else own.pod(at) == pod)
-            ]
-
-        for entry in template.entries:
-            cell = places[entry].cell
-            own = cells[cell]
-            if beside_root(sample, template, entry):
-                at_root = (position + 1) % own.count if cell == root.cell else turn % own.count
-                role[entry] = [ServerPlace(cell, leaf, at_root)]
-                continue
-            role[entry] = [ServerPlace(cell, at, turn % own.count) for at in alike(entry)]
-        taken = {place for marked in role.values() for place in marked}
-        slots = {sample.leaf_of(template.root): (cells[root.cell].leaf_class, root.leaf)}
-        slots[sample.leaf_of(template.centre)] = (cells[centre.cell].leaf_class, centre.leaf)
-        for server, count in represented(sample, template).items():
-            if server in role:
-                continue
-            cell = places[server].cell
-            own = cells[cell]
-            at_slot = slots.get(sample.leaf_of(server))
-            leaves = alike(server) if at_slot is None else [at_slot[1]]
-            found = (ServerPlace(cell, at, place) for at in leaves for place in range(own.count))
-            role[server] = [place for place in found if place not in taken]
-            assert len(role[server]) == count, "the rule covers every server once"
-        return {
-            server: [(cluster.server(place), cells[place.cell].leaf_class, place.leaf) for place in listed]
-            for server, listed in role.items()
-        }
-
-    @property
-    def count(self) -> int:
-        """Number of images."""
-        return image_count(self.sample, self.template)
-
-    @property
-    def edges(self) -> int:
-        """Number of edges of one image."""
-        return (self.sample.cluster.size - 1) * len(self.template.stages)
-
-    @property
-    def share_each(self) -> Fraction:
-        """Fraction of the buffer that one image carries."""
-        return self.template.share / self.count
-
-    def load(self, edge: Edge) -> Fraction:
-        """Return what the images of one edge carry together: bytes for each byte of the buffer."""
-        return self.template.share * Fraction(self._stands[self._home[edge.child]])
-
-    @cached_property
-    def _stands(self) -> dict[int, int]:
-        return represented(self.sample, self.template)
-
-    @cached_property
-    def _home(self) -> list[int]:
-        return self.sample.servers_of(self.fabric.ranks)
-
-    def shard(self, number: int) -> Shard:
-        """Return one image as a shard of the whole cluster, with its part of the share."""
-        members = self.servers(number)
-        sample, cluster = self.sample, self.sample.cluster
-        home = self._home
-        local = local_numbers(home)
-        leaves_at = {
-            server: [(leaf_class, leaf) for _, leaf_class, leaf in listed]
-            for server, listed in members.items()
-        }
-        stages = []
-        for stage in self.template.stages:
-            edges = []
-            for edge in stage.edges:
-                parent, child = home[edge.parent], home[edge.child]
-                for place, (server, leaf_class, leaf) in enumerate(members[child]):
-                    if parent == child:
-                        above = members[parent][place]
-                    elif len(members[parent]) == 1:
-                        above = members[parent][0]
-                    else:
-                        above = members[parent][leaves_at[parent].index((leaf_class, leaf))]
-                    names = {
-                        f"s{sample.numbers[child]}": f"s{server}",
-                        f"s{sample.numbers[parent]}": f"s{above[0]}",
-                    }
-                    leaves = sample.switch_names(parent, above[2]) | sample.switch_names(child, leaf)
-                    edges.append(
-                        Edge(
-                            cluster.first_rank(above[0]) + local[edge.parent],
-                            cluster.first_rank(server) + local[edge.child],
-                            tuple(renamed(device, names, leaves) for device in edge.route),
-                            edge.channel,
-                        )
-                    )
-            root = members[home[stage.root]][0][0]
-            made = Stage(stage.op, cluster.first_rank(root) + local[stage.root], tuple(edges))
-            stages.append(Stage(made.op, made.root, made.top_down()))
-        return Shard(self.share_each, tuple(stages))
-
-
-def local_numbers(home: Sequence[int]) -> list[int]:
-    """Return the number of every rank among those of its server, given the servers of the ranks."""
-    seen: dict[int, int] = {}
-    found = []
-    for server in home:
-        found.append(seen.get(server, 0))
-        seen[server] = found[-1] + 1
-    return found
-
-
-def renamed(device: str, servers: Mapping[str, str], leaves: Mapping[str, str]) -> str:
-    """Return a device's name in an image, given those of servers and leaves."""
-    head, dot, tail = device.partition(".")
-    return f"{servers[head]}.{tail}" if dot and head in servers else leaves.get(device, device)
+    The leaf is counted in its pod. An entry of a leaf has the position in every leaf that it stands for.
+    """
+    places, cells = sample.places, sample.cluster.cells
+    here, there = places[template.root], places[entry]
+    home, own = cells[here.cell], cells[there.cell]
+    turn = number % (home.count * template.shifts) % own.count
+    same = there.cell == here.cell
+    if beside_root(sample, template, entry):
+        return leaf % home.leaves_in_pod, (position + 1) % own.count if same else turn
+    if entry not in template.pod_entries:
+        return number * 0, turn
+    if follows_root(sample, template.root, entry):
+        return (leaf + 1) % own.leaves_in_pod, position if same else turn
+    return number % own.servers_in_pod // own.count, number % own.count

@@ -14,14 +14,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from math import lcm
-from typing import Any, cast
+from typing import cast
 
-from topoplan.errors import PlanError, TopologyError, UsageError
-from topoplan.machine.cluster_by_kind import MOST_SERVERS, ClusterByKind, ClusterSample
-from topoplan.machine.cluster_network import ClusterNetwork
+from topoplan.errors import PlanError, UsageError
+from topoplan.machine.cluster_by_kind import ClusterByKind, ClusterSample
 from topoplan.machine.fabric import CHANNEL_LINKS, STAGED, Fabric
-from topoplan.machine.nic_wiring import NicPort, WiredServer
-from topoplan.machine.topology import Topology
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificates.certificate import Lengths
 from topoplan.plans.certificates.kind_lengths import forest_at_least
@@ -38,14 +35,10 @@ from topoplan.plans.file_values import (
     read_texts,
     read_whole,
 )
+from topoplan.plans.kind_cluster_object import cluster_from_object, cluster_object
 from topoplan.plans.kind_exchange import KindPath, PathImages
-from topoplan.plans.kind_templates import (
-    ClassCrossings,
-    KindTemplate,
-    TemplateImages,
-    share_units,
-    template_sample,
-)
+from topoplan.plans.kind_images import TemplateImages
+from topoplan.plans.kind_templates import ClassCrossings, KindTemplate, share_units, template_sample
 from topoplan.plans.plan import ALL_TO_ALL, PLAN_FORMAT_2, Plan, collective_name
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage, path_ends
 from topoplan.units import bus_factor, counted, labelled, nearest_float, rate_words
@@ -347,6 +340,9 @@ class PlanByKind:
             "root": server(template.root),
             "centre": server(template.centre),
             "entries": [server(entry) for entry in template.entries],
+            **(
+                {"pod_entries": [server(one) for one in template.pod_entries]} if template.pod_entries else {}
+            ),
             "shifts": template.shifts,
             "stages": [
                 {"op": stage.op, "root": ranks[stage.root], "edges": edges(stage)}
@@ -426,7 +422,7 @@ class PlanByKind:
 
     def _read_template(self, item: object, where: str) -> KindTemplate:
         value = read_object(item, where)
-        check_known(value, ("share", "root", "centre", "entries", "shifts", "stages"), where)
+        check_known(value, ("share", "root", "centre", "entries", "pod_entries", "shifts", "stages"), where)
         servers = {f"s{number}": place for place, number in enumerate(self.sample.numbers)}
 
         def server(name: object, key: str) -> int:
@@ -434,6 +430,9 @@ class PlanByKind:
             if text not in servers:
                 raise PlanError(f"{where}: {key} {text[:40]!r} is not a server of the plan's sample")
             return servers[text]
+
+        def listed(key: str) -> tuple[int, ...]:
+            return tuple(server(one, key) for one in read_list(value.get(key, []), f"{where}: {key}"))
 
         stages = []
         for number, entry in enumerate(read_list(value.get("stages"), f"{where}: stages")):
@@ -455,6 +454,7 @@ class PlanByKind:
             tuple(server(one, "entries") for one in read_list(value.get("entries"), f"{where}: entries")),
             shifts,
             tuple(stages),
+            listed("pod_entries"),
         )
 
     def summary(self) -> str:
@@ -512,152 +512,3 @@ def _read_length(item: object) -> ClassLength:
         read_text(row[1], "certificate: dst"),
         read_fraction(row[2], "certificate: length"),
     )
-
-
-def cluster_object(cluster: ClusterByKind) -> dict[str, object]:
-    """Return the JSON object of a cluster by kind."""
-    network = cluster.network
-    ratios = (network.oversubscription, network.pod_oversubscription)
-    ratio, pod_ratio = (None if one is None else float(one) for one in ratios)
-    stated = {
-        "rails": network.rails,
-        "oversubscription": ratio,
-        "leaf_size": network.leaf_size,
-        "pod_size": network.pod_size,
-        "pod_oversubscription": pod_ratio,
-    }
-    return {
-        "name": cluster.name,
-        **({"source": cluster.source} if cluster.source else {}),
-        "notes": list(cluster.notes),
-        "kinds": [
-            {
-                **(
-                    {"machine": Topology(f"kind {number}", kind.devices, kind.links).to_object()}
-                    if kind.devices
-                    else {}
-                ),
-                "nics": kind.nics,
-                "ports": [
-                    [port.number, port.sender, port.receiver, port.out, port.back, *(port.built or ())]
-                    for port in kind.ports
-                ],
-            }
-            for number, kind in enumerate(cluster.kinds)
-        ],
-        "servers": [list(run) for run in cluster.runs],
-        "nics": cluster.nics,
-        **({} if cluster.latency is None else {"latency": cluster.latency}),
-        "network": {
-            "kind": network.kind,
-            **{key: value for key, value in stated.items() if value is not None},
-            **({"uplinks": [list(row) for row in cluster.uplinks]} if cluster.uplinks else {}),
-        },
-    }
-
-
-def cluster_from_object(item: object) -> ClusterByKind:
-    """Read such an object; PlanError for a key that is unknown, missing or of a wrong type."""
-    from topoplan.machine.topology_json import topology_from_object
-
-    value = read_object(item, "cluster")
-    check_known(
-        value, ("name", "source", "notes", "kinds", "servers", "nics", "latency", "network"), "cluster"
-    )
-    kinds = []
-    try:
-        for number, entry in enumerate(read_list(value.get("kinds"), "cluster: kinds")):
-            where = f"cluster: kind {number}"
-            kind = read_object(entry, where)
-            check_known(kind, ("machine", "nics", "ports"), where)
-            # A server that has lost all GPUs has no machine.
-            machine = (
-                topology_from_object(kind.get("machine"))
-                if "machine" in kind
-                else Topology(f"kind {number}", (), ())
-            )
-            ports = tuple(_read_port(row, where) for row in read_list(kind.get("ports"), f"{where}: ports"))
-            names = {device.name for device in machine.devices}
-            for port in ports:
-                if (port.out and port.sender not in names) or (port.back and port.receiver not in names):
-                    raise PlanError(
-                        f"{where}: port {port.number} names a device that the machine does not have"
-                    )
-            linked = any(port.out for port in ports) and any(port.back for port in ports)
-            if "machine" in kind and not (machine.gpus and linked):
-                raise PlanError(f"{where} needs a GPU, a port out and a port back")
-            kinds.append(
-                WiredServer(
-                    machine.devices, machine.links, read_whole(kind.get("nics"), f"{where}: nics"), ports, ()
-                )
-            )
-        runs = []
-        for row in read_list(value.get("servers"), "cluster: servers"):
-            pair = [read_whole(one, "cluster: servers") for one in read_list(row, "cluster: servers")]
-            if len(pair) != 2 or not 0 <= pair[0] < len(kinds) or not 1 <= pair[1] <= MOST_SERVERS:
-                raise PlanError(
-                    f"cluster: servers must be pairs of a kind and a number of servers, got {row!r}"[:200]
-                )
-            runs.append((pair[0], pair[1]))
-        network = read_object(value.get("network"), "cluster: network")
-        counts = ("rails", "leaf_size", "pod_size")
-        ratios = ("oversubscription", "pod_oversubscription")
-        check_known(network, ("kind", *counts, *ratios, "uplinks"), "cluster: network")
-        stated: dict[str, Any] = {
-            key: (read_whole if key in counts else read_number)(network[key], f"cluster: {key}")
-            for key in (*counts, *ratios)
-            if network.get(key) is not None
-        }
-        latency = value.get("latency")
-        return ClusterByKind(
-            name=read_text(value.get("name"), "cluster: name"),
-            kinds=tuple(kinds),
-            runs=tuple(runs),
-            network=ClusterNetwork(read_text(network.get("kind"), "cluster: network"), **stated),
-            nics=read_whole(value.get("nics"), "cluster: nics"),
-            latency=None if latency is None else read_number(latency, "cluster: latency"),
-            notes=read_texts(value.get("notes", []), "cluster: notes"),
-            source=read_text(value.get("source", ""), "cluster: source"),
-            uplinks=tuple(
-                _read_uplink(row) for row in read_list(network.get("uplinks", []), "cluster: uplinks")
-            ),
-        )
-    except (TopologyError, UsageError) as error:
-        raise PlanError(f"cluster: {error}") from None
-
-
-def _read_port(item: object, where: str) -> NicPort:
-    row = read_list(item, f"{where}: a port")
-    if len(row) not in (5, 7):
-        raise PlanError(
-            f"{where}: a port must be [number, sender, receiver, GB/s out, GB/s back] and, after a fault, the rates "
-            f"before it, got {row!r}"[:200]
-        )
-    rates = [_read_rate(one, f"{where}: rate of a port") for one in row[3:]]
-    out, back, *built = rates
-    if 0 in (built or rates):
-        raise PlanError(
-            f"{where}: rates of a port must be above 0 GB/s, but after a fault, got {row!r}"[:200]
-        )
-    return NicPort(
-        read_whole(row[0], f"{where}: number of a port"),
-        read_text(row[1], f"{where}: sender"),
-        read_text(row[2], f"{where}: receiver"),
-        out,
-        back,
-        (built[0], built[1]) if built else None,
-    )
-
-
-def _read_rate(value: object, where: str) -> float:
-    if value is None:
-        raise PlanError(f"{where} must be a number of GB/s, got null")
-    return read_number(value, where)
-
-
-def _read_uplink(item: object) -> tuple[str, float, float]:
-    row = read_list(item, "cluster: an uplink")
-    if len(row) != 3:
-        raise PlanError(f"cluster: an uplink must be [switch, GB/s up, GB/s down], got {row!r}"[:200])
-    up, back = (_read_rate(one, "cluster: rate of an uplink") for one in row[1:])
-    return read_text(row[0], "cluster: switch of an uplink"), up, back

@@ -1,11 +1,12 @@
 """Verify a plan of a cluster by kind from its templates alone, by counts of servers.
 
-Every server of the cluster is in exactly one *group* of a template: it has a role (root, centre, entry of a leaf), or
-it is one of the remaining servers of its cell in the root's leaf, in the centre's leaf, or in the other leaves of its
-class: of the root's pod, of the centre's, or of all others. The template must reach one server of the sample for each
-group that is not empty, all of its ranks once, from a server that every member of the group has in common: the root,
-the centre, or the entry of its leaf. Then each image is a tree over all ranks. Roles must fall on all servers of a cell
-equally often; then all links of a class carry the same, which is counted here by groups.
+Every server of the cluster is in exactly one *group* of a template: it has a role (root, centre, entry of a leaf, or
+of a leaf and a pod), or it is one of the remaining servers of its cell in the root's leaf, in the centre's leaf, in the
+leaf of the entry of its pod, or in the other leaves of its class: of the root's pod, of the centre's, or of all others.
+The template must reach one server of the sample for each group that is not empty, all of its ranks once, from a server
+that every member of the group has in common: the root, the centre, or the entry of its leaf or pod. Then each image is
+a tree over all ranks. Roles must fall on all servers of a cell equally often; then all links of a class carry the same,
+which is counted here by groups.
 
 The templates of an all-to-all are paths, whose images are orbits (`topoplan.plans.kind_exchange`). The edges must be a
 path, and the paths of every commodity must add up to a block.
@@ -17,13 +18,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import perm
+from math import gcd, perm
 
 from topoplan.errors import PlanError
 from topoplan.machine.cluster_by_kind import ClusterSample
 from topoplan.plans.build import stage_order
 from topoplan.plans.kind_exchange import KindPath
-from topoplan.plans.kind_templates import KindTemplate, share_units
+from topoplan.plans.kind_templates import KindTemplate, represented, share_units
 from topoplan.plans.loads import edge_links
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, ROOTED
 from topoplan.plans.plan_by_kind import NOT_BY_KIND, PlanByKind
@@ -274,7 +275,7 @@ def _check_leaves(plan: PlanByKind, edge: Edge, servers: Iterable[int]) -> None:
 
 @dataclass(frozen=True)
 class _Group:
-    """A role, or (role empty) the remaining servers of a cell in one leaf or in all without root and centre."""
+    """A role, or (role empty) the remaining servers of a cell in one leaf, or in all without a role of their own."""
 
     role: str
     cell: int
@@ -291,17 +292,34 @@ class _Groups:
         self.pod: list[Leaf] = [sample.pod_of(server) for server in range(len(places))]
         self.held = {self.leaf[template.root], self.leaf[template.centre]}
         self.pods = {self.pod[template.root], self.pod[template.centre]}
-        # Sizes by counts of the cluster, not of the sample.
+        # The entry of each pod, by the pod's class and the group of pods.
+        self.passing: dict[tuple[int, str], int] = {}
+        for entry in template.pod_entries:
+            key = self.pod[entry][0], self._pods(entry)
+            if entry not in template.entries or self.pod[entry] == self.pod[template.centre]:
+                raise PlanError(
+                    f"s{sample.numbers[entry]}, an entry of a pod, must be an entry, in another pod than the centre"
+                )
+            if key in self.passing:
+                raise PlanError(f"pod class {key[0]}, {key[1]} has two entries of a pod")
+            self.passing[key] = entry
+        # Leaves of each class by counts of the cluster, not of the sample.
         in_pods = Counter(pod_class for pod_class, _ in self.pods)
         held_at = {(self.leaf[one], self.pod[one]) for one in (template.root, template.centre)}
         free: dict[tuple[int, str], int] = {}
         for cell in cells:
-            in_pod = cell.leaves // cell.pods
-            for pod in self.pods:
-                if pod[0] == cell.pod_class:
-                    own = sum(leaf[0] == cell.leaf_class and at == pod for leaf, at in held_at)
-                    free[cell.leaf_class, f"pod {pod}"] = in_pod - own
-            free[cell.leaf_class, "others"] = in_pod * (cell.pods - in_pods[cell.pod_class])
+            in_pod, kinds = (
+                cell.leaves // cell.pods,
+                [f"pod {pod}" for pod in self.pods if pod[0] == cell.pod_class],
+            )
+            pods = dict.fromkeys(kinds, 1) | {"others": cell.pods - in_pods[cell.pod_class]}
+            for where, number in pods.items():
+                held = sum(leaf[0] == cell.leaf_class and f"pod {pod}" == where for leaf, pod in held_at)
+                one = self.passing.get((cell.pod_class, where))
+                if one is not None and self.leaf[one][0] == cell.leaf_class and not self._held(one):
+                    free[cell.leaf_class, f"{where}, leaf of its entry"] = number
+                    held += 1
+                free[cell.leaf_class, where] = number * (in_pod - held)
         self.sizes: dict[_Group, int] = {_Group("root", places[template.root].cell, ""): 1}
         if template.centre != template.root:
             self.sizes[_Group("centre", places[template.centre].cell, "")] = 1
@@ -312,7 +330,9 @@ class _Groups:
                 raise PlanError(f"entry s{sample.numbers[entry]} is the root, or in the leaf of the centre")
             where = self._where(entry)
             entries["the root's leaf" if leaf in self.held else f"leaf class {leaf[0]}, {where}"] += 1
-            self.sizes[self.of(entry)] = 1 if leaf in self.held else free[leaf[0], where]
+            self.sizes[self.of(entry)] = size = 1 if leaf in self.held else free[leaf[0], where]
+            if not size:
+                raise PlanError(f"entry s{sample.numbers[entry]} stands for no server")
         twice = next((where for where, times in entries.items() if times > 1), None)
         if twice is not None:
             raise PlanError(f"{twice} has two entries")
@@ -330,12 +350,20 @@ class _Groups:
                     )
                     self._add(number, where, leaves * (cell.count - marked))
 
+    def _held(self, server: int) -> bool:
+        return self.leaf[server] in self.held
+
+    def _pods(self, server: int) -> str:
+        """Return the pod of a server, if root or centre is there."""
+        return f"pod {self.pod[server]}" if self.pod[server] in self.pods else "others"
+
     def _where(self, server: int) -> str:
-        """Return the leaf of a server, if root or centre is there, else its pod, if one of them is there."""
-        leaf, pod = self.leaf[server], self.pod[server]
+        """Return the leaf of a server if root or centre is there, else its pod, and if the entry of that is there."""
+        leaf, where = self.leaf[server], self._pods(server)
         if leaf in self.held:
             return f"leaf {leaf[1]}"
-        return f"pod {pod}" if pod in self.pods else "others"
+        entry = self.passing.get((self.pod[server][0], where))
+        return where if entry is None or self.leaf[entry] != leaf else f"{where}, leaf of its entry"
 
     def _add(self, cell: int, where: str, size: int) -> None:
         if size < 0:
@@ -375,11 +403,23 @@ class _Groups:
             even = turns % own.count == 0
         for entry in template.entries:
             cell = cells[places[entry].cell]
+            beside = own.leaf_class != class_of and own.pods > 1 and cell.pod_class == own.pod_class
+            next_leaf = cell.leaf_class == class_of and self.pod[entry] == self.pod[template.root]
+            if entry in template.pod_entries and not next_leaf:
+                # Where the centre is says which servers are the entries of the other pods.
+                even = even and turns * cells[home.cell].leaves_in_pod % cell.servers_in_pod == 0
+                even = even and (not beside or own.servers_in_pod % cell.servers_in_pod == 0)
+                continue
             even = even and turns % cell.count == 0
-            beside = cell.leaf_class == own.leaf_class or (own.pods > 1 and cell.pod_class == own.pod_class)
-            if own.leaf_class != class_of and beside:
+            if own.leaf_class != class_of and (beside or cell.leaf_class == own.leaf_class):
                 # Where the centre is says which positions the entries of the other leaves have.
                 even = even and own.count % cell.count == 0
+            other = self.passing.get((cell.pod_class, self._pods(entry)))
+            if other is not None and not self._held(entry) and self.leaf[other][0] == cell.leaf_class:
+                # Where the entry of the pod is says the same, but for one in the leaf after the root's.
+                passing = cells[places[other].cell]
+                after = cell.leaf_class == class_of and self._pods(other) == f"pod {self.pod[template.root]}"
+                even = even and (after or passing.count % gcd(passing.servers_in_pod, cell.count) == 0)
         if not even:
             raise PlanError(
                 f"{template.shifts} shifts do not give every server of a cell each role equally often"
@@ -397,6 +437,7 @@ def _check_stage(plan: PlanByKind, groups: _Groups, stage: Stage) -> dict[int, _
     servers = sorted({home[rank] for rank in depths})
     ranks = Counter(home[rank] for rank in depths)
     seen: dict[_Group, int] = {}
+    named = represented(sample, template)
     for server in servers:
         group = groups.of(server)
         if group in seen or group not in groups.sizes:
@@ -405,6 +446,11 @@ def _check_stage(plan: PlanByKind, groups: _Groups, stage: Stage) -> dict[int, _
             )
             raise PlanError(f"the {stage.op} tree {fault}: s{sample.numbers[server]}")
         seen[group] = server
+        if named.get(server) != groups.sizes[group]:
+            raise PlanError(
+                f"the {stage.op} tree reaches s{sample.numbers[server]} for {groups.sizes[group]} servers, but it "
+                f"stands for {named.get(server, 0)}; name the first leaf and server of the sample in its place"
+            )
         if ranks[server] != home.count(server):
             raise PlanError(
                 f"the {stage.op} tree reaches {ranks[server]} of {home.count(server)} ranks of "
@@ -416,6 +462,9 @@ def _check_stage(plan: PlanByKind, groups: _Groups, stage: Stage) -> dict[int, _
         raise PlanError(
             f"the {stage.op} tree reaches no server of cell {missing.cell} ({missing.role or 'remaining'}, {where})"
         )
+    if len(named) > len(seen):
+        number = min(sample.numbers[server] for server in named.keys() - seen.values())
+        raise PlanError(f"the {stage.op} tree does not reach s{number}, which stands for others")
     beyond: dict[tuple[int, str], Leaf] = {}
     for group, server in seen.items():
         leaf = groups.leaf[server]
@@ -424,9 +473,10 @@ def _check_stage(plan: PlanByKind, groups: _Groups, stage: Stage) -> dict[int, _
     for edge in stage.edges:
         above, below = home[edge.parent], home[edge.child]
         shared = above in (below, template.root, template.centre)
-        if not shared and not (above in template.entries and groups.leaf[above] == groups.leaf[below]):
+        shared |= above in template.entries and groups.leaf[above] == groups.leaf[below]
+        if not shared and not (above in template.pod_entries and groups.pod[above] == groups.pod[below]):
             raise PlanError(
                 f"s{sample.numbers[below]} has its data from s{sample.numbers[above]}, which is neither root, centre, "
-                "nor the entry of its leaf"
+                "nor the entry of its leaf or pod"
             )
     return {rank: groups.of(home[rank]) for rank in depths}

@@ -25,14 +25,8 @@ from topoplan.machine.fabric_structure import FabricServers
 from topoplan.model.closed_form import Pipeline, clock, longest_chains, pipeline
 from topoplan.model.dataflow import LAUNCH, START_UP, dataflow
 from topoplan.model.kind_dataflow import SOURCES, KindClock, RoleImages, Roles, servers_of
-from topoplan.plans.kind_templates import (
-    SAMPLE,
-    KindTemplate,
-    TemplateImages,
-    entry_allowed,
-    needed_shifts,
-    represented,
-)
+from topoplan.plans.kind_images import TemplateImages
+from topoplan.plans.kind_templates import SAMPLE, KindTemplate, entry_allowed, needed_shifts, represented
 from topoplan.solve.packing.kind_composition import KindStars
 
 SIZES = (1_000, 100_000, 10_000_000, 1_000_000_000, 10_000_000_000)
@@ -130,7 +124,10 @@ def beside(sample: ClusterSample, first: int, second: int) -> bool:
 
 
 def templates_of(sample: ClusterSample, fabric: Fabric) -> Iterator[KindTemplate]:
-    """Yield a template for each relation of a centre to a root, without entries and with each single one."""
+    """Yield a template for each relation of a centre to a root, without entries and with each single one.
+
+    The entry is one of a leaf, or also one of a pod, alone and with one of another leaf of the pod.
+    """
     stars = KindStars(sample, FabricServers(fabric))
     for cell in range(len(sample.cluster.cells)):
         root = stars.at(cell, 0, 0)
@@ -141,37 +138,68 @@ def templates_of(sample: ClusterSample, fabric: Fabric) -> Iterator[KindTemplate
                 for one in represented(sample, flat)
                 if one not in flat.marked and not beside(sample, one, centre)
             ]
-            for entries in ((), *((one,) for one in others)):
-                if all(entry_allowed(sample, root, centre, one) for one in entries):
-                    shifts = needed_shifts(sample, root, centre, entries)
-                    yield KindTemplate(Fraction(1), root, centre, entries, shifts, ())
+            passing = [one for one in others if sample.pod_of(one) != sample.pod_of(centre)]
+            marked = [((), ()), *(((one,), ()) for one in others), *(((one,), (one,)) for one in passing)]
+            for one in passing:
+                bare = replace(flat, entries=(one,), pod_entries=(one,))
+                rest = (
+                    other
+                    for other in represented(sample, bare)
+                    if other not in bare.marked
+                    and sample.pod_of(other) == sample.pod_of(one)
+                    and not beside(sample, other, one)
+                )
+                marked += [((one, other), (one,)) for other in rest]
+            for entries, pods in marked:
+                if all(entry_allowed(sample, root, centre, one, pods) for one in entries):
+                    shifts = needed_shifts(sample, root, centre, entries, pods)
+                    yield KindTemplate(Fraction(1), root, centre, entries, shifts, (), pods)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("counts", "leaf_size"), [((7, 8), 3), ((6, 5, 3), 4)])
-def test_images_of_two_roles_are_those_of_the_rule(counts: tuple[int, ...], leaf_size: int) -> None:
+@pytest.mark.parametrize(
+    ("counts", "leaf_size", "pod_size"),
+    [
+        ((7, 8), 3, None),
+        ((6, 5, 3), 4, None),
+        ((18,), 2, 3),
+        ((8,), 1, 2),
+        pytest.param((9, 6), 2, 2, marks=pytest.mark.thorough),
+        pytest.param((6, 6, 6), 2, 3, marks=pytest.mark.thorough),
+    ],
+)
+def test_images_of_two_roles_are_those_of_the_rule(
+    counts: tuple[int, ...], leaf_size: int, pod_size: int | None
+) -> None:
     machines = ("v100x4", "nvlink-x4", "dgx-1v")
     servers = [Server(machine, [0], count=count) for machine, count in zip(machines, counts, strict=False)]
-    many = cluster_by_kind(servers, nic_gbps=100, network="fat-tree", leaf_size=leaf_size)
+    many = cluster_by_kind(servers, nic_gbps=100, network="fat-tree", leaf_size=leaf_size, pod_size=pod_size)
     sample = many.sample(SAMPLE)
     fabric = Fabric(sample.topology, ("nvlink", "network"))
+    places = [many.place(server) for server in range(many.servers)]
+    pods = [many.cells[place.cell].pod(place.leaf) for place in places]
     tested = 0
     for template in templates_of(sample, fabric):
         rule = TemplateImages(sample, fabric, template)
         images = [rule.servers(number) for number in range(rule.count)]
+        for server in represented(sample, template):
+            times = Counter(one[0] for each in images for one in each[server])
+            cell = sample.cluster.cells[sample.places[server].cell]
+            assert (len(times), len(set(times.values()))) == (cell.servers, 1)
         children = [one for one in represented(sample, template) if one != template.root]
         for parent, child in product(template.marked, children):
             entered = parent in template.entries
-            if parent == child or (entered and not beside(sample, parent, child)):
+            in_leaf = beside(sample, parent, child)
+            in_pod = parent in template.pod_entries and sample.pod_of(parent) == sample.pod_of(child)
+            if parent == child or (entered and not in_leaf and not in_pod):
                 continue
             found = Counter(
                 (one[0], other[0])
                 for each in images
                 for one, other in product(each[parent], each[child])
-                if not entered or one[1:] == other[1:]
+                if not entered or (one[1:] == other[1:] if in_leaf else pods[one[0]] == pods[other[0]])
             )
             marks = (template.root, template.centre, template.entries, template.shifts)
-            roles = RoleImages(sample, Roles(*marks, parent, child))
+            roles = RoleImages(sample, Roles(*marks, parent, child, template.pod_entries))
             leaf, position = servers_of(sample, sample.places[child].cell)
             for server in {one for one, _ in found}:
                 counted = roles.with_child(many.place(server), leaf, position)

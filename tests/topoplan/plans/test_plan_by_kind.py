@@ -11,12 +11,17 @@ from typing import Any
 import pytest
 
 import topoplan
-from tests.support.kind_clusters import changed_file, random_plan
+from tests.support.kind_clusters import (
+    changed_file,
+    plan_of_three_levels,
+    random_plan,
+)
 from topoplan import InfeasibleError, PlanByKind, PlanError, Server, UsageError, cluster_by_kind, plan_by_kind
 from topoplan.machine.variants import with_in_network
 from topoplan.plans.kind_templates import KindTemplate, beside_root, centre_of
-from topoplan.plans.shards import ImageShards, Shard
+from topoplan.plans.shards import Edge, ImageShards, Shard
 from topoplan.plans.verify_by_kind import verify_by_kind
+from topoplan.solve.route_table import FabricOrbits, RouteTable
 
 
 def agree(seed: int, *, most: int) -> None:
@@ -53,7 +58,8 @@ def test_the_listed_form_of_up_to_256_gpus_agrees(seed: int) -> None:
 def refuse_wrong_files(seeds: range, changes: int) -> None:
     """Change files at random; whatever is accepted must be right by its list."""
     rng = random.Random(7)
-    plans = [plan for seed in seeds if (plan := random_plan(seed, most=40)) is not None]
+    drawn = (make(seed, most=40) for seed in seeds for make in (random_plan, plan_of_three_levels))
+    plans = [plan for plan in drawn if plan is not None]
     refused = 0
     for _ in range(changes):
         value = changed_file(rng, json.loads(json.dumps(rng.choice(plans).to_object())))
@@ -145,15 +151,127 @@ def test_pods_of_oversubscribed_leaves_are_no_bottleneck(collective: str, rate: 
     assert len(plan.to_json()) < 2_000_000
 
 
-def test_a_gap_remains_where_pods_are_the_bottleneck() -> None:
-    # Pods of 2 leaves of 2 servers, 8:1 above: each leaf is entered from outside the pod, which one entry would spare.
-    network: dict[str, Any] = {"leaf_size": 2, "pod_size": 2, "pod_oversubscription": 8}
-    many = cluster_by_kind(
-        [Server("v100x4", count=16)], nic_gbps=100, nic_access="direct", network="fat-tree", **network
-    )
+POD_NETWORK: dict[str, Any] = {
+    "nic_gbps": 100,
+    "nic_access": "direct",
+    "network": "fat-tree",
+    "leaf_size": 2,
+    "pod_size": 2,
+    "pod_oversubscription": 8,
+}
+
+
+def pods_as_bottleneck() -> topoplan.ClusterByKind:
+    """Return four pods of 2 leaves of 2 servers with a NIC of 12.5 GB/s each, and 6.25 GB/s to the core."""
+    return cluster_by_kind([Server("v100x4", count=16)], **POD_NETWORK)
+
+
+@pytest.mark.parametrize(("collective", "rate"), [
+    ("all_gather", Fraction(25, 4) * 4 / 3),
+    ("reduce_scatter", Fraction(25, 4) * 4 / 3),
+    ("all_reduce", Fraction(25, 4) * 4 / 6),
+    ("broadcast", Fraction(25, 4)),
+    ("reduce", Fraction(25, 4)),
+])  # fmt: skip
+def test_pods_that_are_the_bottleneck_are_entered_once(collective: str, rate: Fraction) -> None:
+    plan = plan_by_kind(pods_as_bottleneck(), collective)
+    assert (plan.exact_rate(), plan.exact_bound()) == (rate, rate)
+    assert all(template.pod_entries for template in plan.templates)
+    listed = topoplan.verify(plan.listed())
+    assert (listed.exact_rate, listed.trees) == (rate, verify_by_kind(plan).trees)
+
+
+def test_large_pods_that_are_the_bottleneck_are_entered_once() -> None:
+    # 16 x 8 x 50 GB/s below a leaf; 8 x 6,400 / 32 = 1,600 GB/s above a pod of 128 of the 1,250 servers.
+    network = POD_NETWORK | {
+        "leaf_size": 16,
+        "oversubscription": 2,
+        "pod_size": 8,
+        "pod_oversubscription": 16,
+    }
+    many = cluster_by_kind([Server("dgx-h100", count=1250)], **network | {"nic_gbps": 400})
     plan = plan_by_kind(many, "all_gather")
-    assert plan.gap > 0
-    assert topoplan.verify(plan.listed()).exact_rate == verify_by_kind(plan).exact_rate
+    assert plan.gap == 0
+    assert verify_by_kind(plan).optimal
+    assert len(plan.to_json()) < 10_000_000
+
+
+def agree_with_pods(seed: int, *, most: int) -> None:
+    plan = plan_of_three_levels(seed, most=most)
+    if plan is not None and plan.num_trees * plan.size < 200_000:
+        report, listed = verify_by_kind(plan), topoplan.verify(plan.listed())
+        assert (report.exact_rate, report.trees) == (listed.exact_rate, listed.trees)
+        assert verify_by_kind(PlanByKind.from_object(json.loads(plan.to_json()))) == report
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_listed_form_of_three_levels_agrees(seed: int) -> None:
+    agree_with_pods(seed, most=40)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(24, 200))
+def test_the_listed_form_of_larger_trees_of_three_levels_agrees(seed: int) -> None:
+    agree_with_pods(seed, most=100)
+
+
+def test_wrong_entries_of_pods_are_refused() -> None:
+    plan = plan_by_kind(pods_as_bottleneck(), "all_gather")
+    template = plan.templates[0]
+    (entry,) = template.pod_entries
+    beside = next(one for one in template.entries if one != entry)
+    for change, message in (
+        ({"entries": (beside,)}, "must be an entry, in another pod than the centre"),
+        ({"pod_entries": ()}, "leaf class 0, others has two entries"),
+        ({"pod_entries": (entry, entry)}, "has two entries of a pod"),
+    ):
+        wrong = replace(plan, templates=(replace(template, **change), *plan.templates[1:]))
+        with pytest.raises(PlanError, match=message):
+            verify_by_kind(wrong)
+
+
+def test_an_entry_of_a_pod_that_sends_to_another_pod_is_refused() -> None:
+    plan = plan_by_kind(pods_as_bottleneck(), "all_gather")
+    template, fabric = plan.templates[0], plan.fabric
+    (stage,), (entry,) = template.stages, template.pod_entries
+    home = plan.sample.servers_of(fabric.ranks)
+    beside = next(
+        edge
+        for edge in stage.edges
+        if home[edge.child] != home[edge.parent] == template.root
+        and plan.sample.pod_of(home[edge.child]) == plan.sample.pod_of(template.root)
+    )
+    table = RouteTable(FabricOrbits(fabric), (1,) * len(fabric.links))
+    arc = fabric.arc(table.route(home.index(entry), beside.child))
+    edges = tuple(
+        Edge(home.index(entry), edge.child, arc.route, arc.channel) if edge == beside else edge
+        for edge in stage.edges
+    )
+    wrong = replace(template, stages=(replace(stage, edges=edges),))
+    with pytest.raises(PlanError, match="neither root, centre, nor the entry of its leaf or pod"):
+        verify_by_kind(replace(plan, templates=(wrong, *plan.templates[1:])))
+
+
+def test_entries_of_pods_that_do_not_fall_on_all_servers_equally_are_refused() -> None:
+    # Pods of two leaves of two servers and one of a leaf: the entries of the full pods need shifts for its root.
+    plan = plan_by_kind(cluster_by_kind([Server("v100x4", count=14)], **POD_NETWORK), "all_gather")
+    assert topoplan.verify(plan.listed()).exact_rate == plan.exact_rate() == plan.exact_bound()
+    shifted = next(one for one in plan.templates if one.shifts > 1 and one.pod_entries)
+    others = tuple(template for template in plan.templates if template is not shifted)
+    with pytest.raises(PlanError, match="shifts do not give every server of a cell each role equally often"):
+        verify_by_kind(replace(plan, templates=(*others, replace(shifted, shifts=1))))
+
+
+def test_a_server_that_stands_for_no_other_is_refused() -> None:
+    # The third server of the sample in place of the second, which stands for the others.
+    plan = plan_by_kind(cluster_by_kind([Server("v100x4", count=16)], nic_gbps=100), "all_gather")
+    value = plan.to_object()
+    value["templates"] = json.loads(json.dumps(value["templates"]).replace('"s1.', '"s2.'))
+    other = PlanByKind.from_object(json.loads(json.dumps(value)))
+    with pytest.raises(PlanError, match="reaches s2 for 15 servers, but it stands for 0"):
+        verify_by_kind(other)
+    with pytest.raises(PlanError, match="s2, which stands for no server"):
+        other.exact_rate()
 
 
 def test_a_centre_in_another_class_of_leaves_of_the_same_pods_is_refused() -> None:
@@ -164,7 +282,8 @@ def test_a_centre_in_another_class_of_leaves_of_the_same_pods_is_refused() -> No
     assert {(cell.leaf_class, cell.pod_class, cell.pods) for cell in cells} == {(0, 0, 3), (1, 0, 3)}
     template = plan.templates[0]
     other = next(one for one, place in enumerate(places) if place.cell != places[template.root].cell)
-    wrong = replace(plan, templates=(replace(template, centre=other, entries=()), *plan.templates[1:]))
+    bare = replace(template, centre=other, entries=(), pod_entries=())
+    wrong = replace(plan, templates=(bare, *plan.templates[1:]))
     with pytest.raises(PlanError, match="centre must be in a leaf of the root's class"):
         verify_by_kind(wrong)
 

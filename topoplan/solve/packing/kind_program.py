@@ -234,12 +234,16 @@ class KindProgram(ABC, Generic[Column]):
         for element, image in zip(self.elements, self._edge_images, strict=True):
             stages = []
             for stage in template.stages:
+                edges = []
                 for edge in stage.edges:
                     # Templates have most edges in common.
-                    if edge not in image:
+                    other = image.get(edge)
+                    if other is None:
                         route = tuple(self.fabric.nodes[element[self._place[name]]] for name in edge.route)
-                        image[edge] = Edge(element[edge.parent], element[edge.child], route, edge.channel)
-                moved = Stage(stage.op, element[stage.root], tuple(image[edge] for edge in stage.edges))
+                        other = Edge(element[edge.parent], element[edge.child], route, edge.channel)
+                        image[edge] = other
+                    edges.append(other)
+                moved = Stage(stage.op, element[stage.root], tuple(edges))
                 stages.append(Stage(moved.op, moved.root, moved.top_down()))
             found.setdefault(tuple(stages))
         return [replace(template, share=template.share / len(found), stages=stages) for stages in found]
@@ -396,6 +400,11 @@ class KindProgram(ABC, Generic[Column]):
 
     def best_plan(self, root: int | None) -> PlanByKind:
         """Return the plan of the best rate, with the lowest height of `heights` that allows it."""
+        best, proof = self.best(root)
+        return proof.bare.with_templates(self.templates(best))
+
+    def best(self, root: int | None) -> tuple[Solution[Column], Proof]:
+        """Return the solution of such a plan, and its bound."""
         if root not in self._plain:
             self._plain[root] = self.lowest(root, self.plain_lengths())
         aim = self._plain[root]
@@ -405,7 +414,7 @@ class KindProgram(ABC, Generic[Column]):
             lowest = self.solve(1, target)
             proof = self._proof(root, [lowest], aim)
             if proof.bound == lowest.rate:
-                return proof.bare.with_templates(self.templates(lowest))
+                return lowest, proof
         start = () if lowest is None else tuple(lowest.columns)
         whole = self.solve(None, target, tuple(dict.fromkeys([*start, *self.known])))
         self.known = tuple(whole.columns)
@@ -418,7 +427,7 @@ class KindProgram(ABC, Generic[Column]):
             if lower.rate >= whole.rate:
                 best = lower
                 break
-        return self._proof(root, [best, whole], aim).bare.with_templates(self.templates(best))
+        return best, self._proof(root, [best, whole], aim)
 
     def heights(self, solution: Solution[Column]) -> Iterable[int]:
         """Return the heights that may reach the rate of a solution of any height, ascending."""
