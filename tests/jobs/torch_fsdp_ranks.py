@@ -28,7 +28,7 @@ BENEATH: Counter[str] = Counter()
 """Calls so far that ran by a plan, by the method of the communicator, and those that went to gloo."""
 
 
-def count_calls(groups: list[ProcessGroupTopoplan]) -> None:
+def count_calls(groups: list[Any]) -> None:
     class Beneath:
         def __init__(self, group: Any) -> None:
             self.group = group
@@ -41,11 +41,13 @@ def count_calls(groups: list[ProcessGroupTopoplan]) -> None:
 
     for group in groups:
         dist.all_reduce(torch.ones(1), group=group)  # which finds the plan, over gloo
-        comm = group.communicator
-        assert comm is not None, group.reason
+        planned = ProcessGroupTopoplan.of(group)
+        assert planned is not None
+        comm = planned.communicator
+        assert comm is not None, planned.reason
         for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
             setattr(comm, name, counted(getattr(comm, name), name))
-        group.inner = Beneath(group.inner)  # type: ignore[assignment]
+        planned.inner = Beneath(planned.inner)  # type: ignore[assignment]
 
 
 def counted(call: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -119,7 +121,6 @@ def all_that_fsdp_asks_for_runs_by_plan_and_trains_as_plain_averages_do() -> Non
     # each rank has the other of its own pair
     pair = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3])][dist.get_rank() // 2]
     groups: list[Any] = [world.get_group(), grid.get_group("replicate"), grid.get_group("shard")]
-    assert all(isinstance(one, ProcessGroupTopoplan) for one in groups)
     count_calls(groups)
     wide, narrow = torch.float64, torch.float32
     half = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}

@@ -654,8 +654,8 @@ def unmodified_ddp_trains_under_the_process_group_and_with_the_hook() -> None:
     gloo = collectives_of_torch.results()
     dist.destroy_process_group()
     dist.init_process_group("topoplan", timeout=LIMIT)
-    world = dist.group.WORLD
-    assert isinstance(world, ProcessGroupTopoplan)
+    world = ProcessGroupTopoplan.of()
+    assert world is not None
     ours = trained(wrapped(model(), None, **SMALL))
     assert ours == theirs
     assert dist.get_backend() == "topoplan"
@@ -668,8 +668,9 @@ def unmodified_ddp_trains_under_the_process_group_and_with_the_hook() -> None:
         ones = torch.ones(5)
         dist.all_reduce(ones, group=group)
         assert ones.unique().tolist() == [2.0]
-        assert isinstance(group, ProcessGroupTopoplan)
-        assert group.communicator is not None
+        planned = ProcessGroupTopoplan.of(group)
+        assert planned is not None
+        assert planned.communicator is not None
     assert world.communicator is not None
     assert sum(world.communicator.bytes_sent().values()) > 0
     dist.barrier()
