@@ -1,4 +1,4 @@
-"""Programs of torch ranks, each started once for its scenarios: group, models, uneven data, FSDP, modes, loops, norms."""
+"""Programs of torch ranks, each started once for its scenarios: group, models, uneven data, FSDP, modes, norms."""
 
 from __future__ import annotations
 
