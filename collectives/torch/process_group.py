@@ -395,6 +395,9 @@ class PlannedBackend(ProcessGroupTopoplan, BackendBase):  # type: ignore[misc]
                 rank=self.rank(),
             ) from error
 
+    def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
+        self.inner.monitored_barrier(opts.timeout, wait_all_ranks)
+
     def get_error(self) -> Any:
         """Return COMM_ERROR after a failure or an abort, else SUCCESS."""
         found = BackendBase.get_error(self)
