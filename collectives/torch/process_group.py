@@ -333,6 +333,10 @@ BackendBase: Any = getattr(dist, "BackendBase", object)
 """torch's base of back ends that are written in Python, of the releases that have one."""
 
 
+ALIVE: set[ProcessGroupTopoplan] = set()
+"""Back ends until their end: torch's debug wrapper keeps the C++ part of one alone."""
+
+
 class PlannedBackend(ProcessGroupTopoplan, BackendBase):  # type: ignore[misc]
     """The back end of a process group that is torch's own: names, stores, splits and the debug wrapper are torch's."""
 
@@ -341,6 +345,7 @@ class PlannedBackend(ProcessGroupTopoplan, BackendBase):  # type: ignore[misc]
         BackendBase.__init__(self, inner.rank(), inner.size())
         super().__init__(groups, timeout=timeout, members=members)
         self._shrunk = 0
+        ALIVE.add(self)
 
     @property
     def options(self) -> Any:
@@ -395,8 +400,12 @@ class PlannedBackend(ProcessGroupTopoplan, BackendBase):  # type: ignore[misc]
                 rank=self.rank(),
             ) from error
 
+    def shutdown(self) -> None:
+        ALIVE.discard(self)
+        super().shutdown()
+
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
-        self.inner.monitored_barrier(opts.timeout, wait_all_ranks)
+        cast("Any", self.inner).monitored_barrier(opts.timeout, wait_all_ranks)
 
     def get_error(self) -> Any:
         """Return COMM_ERROR after a failure or an abort, else SUCCESS."""
