@@ -264,7 +264,7 @@ class Communicator(DenseCollectives, SparseCollectives):
 
     @property
     def failure(self) -> BackendError | None:
-        """What ended this communicator: the failure of a collective, or `abort`; None while it works or once closed."""
+        """The error of a collective or of `abort` that ended this communicator; None while it works or once closed."""
         execution = self._members.now
         return None if execution is None else execution.failure
 

@@ -8,6 +8,9 @@ that does not contain a plan of this job is a `UsageError` of that collective, o
 (`collectives.peers.agreement`). TOPOPLAN_ENGINE selects the engine between GPUs: auto, windows or messages, as for
 `Communicator`.
 
+torch with `dist.BackendBase` makes the group, and `PlannedBackend` is its back end; in older releases
+`PlannedProcessGroup` is the group. Both have one body, `GroupCollectives`: "plan or beneath".
+
 With TOPOPLAN_ON_FAILURE=shrink the default group survives the failure of a rank if torch sees no GPU: collectives are
 repeated among survivors, with a new inner gloo group; `rank` and `size` change. Groups of some ranks do not, and no
 rank joins.
@@ -40,6 +43,7 @@ from collectives.backends.torch.process_groups import (
     WATCHDOG_FACTOR,
     gloo_among,
     gloo_over,
+    grouped,
     wait_for_gloo_threads,
     wrapping,
 )
@@ -72,7 +76,7 @@ class InnerGroups:
 
 
 class ProcessGroupTopoplan(GroupCollectives):
-    """What a process group "topoplan" has in common in all releases of torch; `of` finds it in a group.
+    """The common part of the process group "topoplan" for all releases of torch; `of` finds it in a group.
 
     Attributes
     ----------
@@ -432,9 +436,8 @@ def check_ranks(ranks: Sequence[int], size: int) -> None:
 
 def inner_groups(store: dist.Store, rank: int, size: int, timeout: timedelta) -> InnerGroups:
     """Return the groups of a rank; steps of plans must end in the timeout, and their NCCL group has twice the time."""
-    kind = dist.ProcessGroup.BackendType
-    others = gloo_over(store, rank, size, timeout)
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        others = gloo_over(store, rank, size, timeout)
         return InnerGroups(others, others, "cpu:gloo", store)
 
     def nccl(name: str, limit: timedelta) -> dist.ProcessGroupNCCL:
@@ -442,10 +445,9 @@ def inner_groups(store: dist.Store, rank: int, size: int, timeout: timedelta) ->
         options._timeout = limit
         return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
 
-    others._register_backend(torch.device("cuda"), kind.NCCL, nccl("nccl", timeout))
-    plans = dist.ProcessGroup(store, rank, size)
-    plans._set_default_backend(kind.NCCL)
-    plans._register_backend(torch.device("cuda"), kind.NCCL, nccl("nccl of plans", WATCHDOG_FACTOR * timeout))
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+    others = grouped(store, rank, size, cpu=gloo, cuda=nccl("nccl", timeout))
+    plans = grouped(store, rank, size, cuda=nccl("nccl of plans", WATCHDOG_FACTOR * timeout))
     return InnerGroups(others, plans, "cpu:gloo,cuda:nccl", store)
 
 
@@ -458,7 +460,7 @@ def renewed(store: dist.Store, rank: int) -> dist.Store:
 
 
 def make_back_end(options: Any, _: object = None) -> ProcessGroupTopoplan:
-    """Return what torch asks of a back end: the back end of a group, or the group where torch cannot take one."""
+    """Return the back end of a group, or the group itself if torch takes no back end of Python."""
     rank, size, limit = options.group_rank, options.group_size, options.timeout
     survives = not options.global_ranks_in_group and os.environ.get(ON_FAILURE) == "shrink"
     kind = PlannedProcessGroup if BackendBase is object or survives else PlannedBackend

@@ -161,10 +161,17 @@ def gloo_over(store: dist.Store, rank: int, size: int, timeout: timedelta) -> di
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
     if hasattr(dist, "BackendBase"):  # the back end has all of a group's methods by their public names
         return cast("dist.ProcessGroup", gloo)
+    return grouped(store, rank, size, cpu=gloo)
+
+
+def grouped(store: dist.Store, rank: int, size: int, **backends: Any) -> dist.ProcessGroup:
+    """Return a group, which torch does not know by name, of a back end for each kind of device; the first is the default."""
     kind = dist.ProcessGroup.BackendType
+    kinds = {"cpu": kind.GLOO, "cuda": kind.NCCL}
     group = dist.ProcessGroup(store, rank, size)
-    group._set_default_backend(kind.GLOO)
-    group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
+    group._set_default_backend(kinds[next(iter(backends))])
+    for device, backend in backends.items():
+        group._register_backend(torch.device(device), kinds[device], backend)
     return group
 
 
