@@ -165,7 +165,7 @@ def gloo_over(store: dist.Store, rank: int, size: int, timeout: timedelta) -> di
 
 
 def grouped(store: dist.Store, rank: int, size: int, **backends: Any) -> dist.ProcessGroup:
-    """Return a group, which torch does not know by name, of a back end for each kind of device; the first is the default."""
+    """Return a group without a name in torch, of a back end for each kind of device; the first is the default."""
     kind = dist.ProcessGroup.BackendType
     kinds = {"cpu": kind.GLOO, "cuda": kind.NCCL}
     group = dist.ProcessGroup(store, rank, size)
