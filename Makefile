@@ -14,7 +14,11 @@ COLLECT := $(BIN)/python -m pytest -qq --collect-only > /dev/null
 # Compile modules once: the tests start many processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo train test test-all test-long test-random test-gpu lint docs bench wheel clean
+# Where test-newest-torch puts the newest torch: a build for CUDA, of several GB, which runs on the CPU too.
+NEWEST ?= build/newest-torch
+TORCH_TESTS := tests/jobs/test_torch*.py tests/collectives/torch tests/collectives/backends/test_torch_program.py
+
+.PHONY: demo train test test-all test-long test-random test-newest-torch test-gpu lint docs bench wheel clean
 
 demo: $(VENV)/.demo
 	mkdir -p build
@@ -43,6 +47,15 @@ test-random: $(VENV)/.test
 	@echo "seed $(SEED)"
 	$(PYTEST) -m "hypothesis and not gpu and not slow" \
 		--hypothesis-profile=random --hypothesis-seed=$(SEED)
+
+# What runs on torch, on the newest release that pip finds: by torch's group, and by its Python back end.
+test-newest-torch:
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --upgrade -e ".[test-base,torch]"
+	$(NEWEST)/bin/python -c "import torch; print('torch', torch.__version__)"
+	$(NEWEST)/bin/python -m pytest -n auto --dist loadfile -m "not gpu and not slow" $(TORCH_TESTS)
+	TOPOPLAN_TEST_BACKEND_BASE=1 $(NEWEST)/bin/python -m pytest -n auto --dist loadfile -m "not gpu and not slow" \
+		tests/jobs/test_torch_scenarios.py tests/jobs/test_torch_hook.py
 
 test-gpu: $(VENV)/.gpu
 	$(BIN)/python -m pytest -m gpu || test $$? -eq 5

@@ -266,6 +266,12 @@ class Communicator(DenseCollectives, SparseCollectives):
         return self._members.engine
 
     @property
+    def failure(self) -> BackendError | None:
+        """The error of a collective or of `abort` that ended this communicator; None while it works or once closed."""
+        execution = self._members.now
+        return None if execution is None else execution.failure
+
+    @property
     def epoch(self) -> int:
         """Number of agreements on the membership."""
         return self._members.epoch

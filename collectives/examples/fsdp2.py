@@ -32,9 +32,8 @@ def main() -> None:
         loss.backward()
         optimizer.step()
     if dist.get_rank() == 0:
-        group = dist.group.WORLD
-        planned = isinstance(group, ProcessGroupTopoplan) and group.communicator is not None
-        print(f"loss {loss.item():.4f}, by plan: {planned}")
+        group = ProcessGroupTopoplan.of()  # of the default group
+        print(f"loss {loss.item():.4f}, by plan: {group is not None and group.communicator is not None}")
     dist.destroy_process_group()
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives.communicator.communicator import Communicator
@@ -543,7 +543,7 @@ def _unused_parameters_gpu(layout: BucketLayout, buffer: torch.Tensor) -> list[i
     full = [(number, line[start:stop]) for number, start, stop in parts if start < stop]
     found = {number for number, start, stop in parts if start == stop}
     if full:
-        largest = torch.stack(torch._foreach_norm([gradient for _, gradient in full], math.inf))
+        largest = torch.stack([torch.linalg.vector_norm(gradient, math.inf) for _, gradient in full])
         found |= {number for (number, _), one in zip(full, largest.tolist(), strict=True) if one == 0}
     return [number for number, _, _ in parts if number in found]
 

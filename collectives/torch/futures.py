@@ -93,6 +93,10 @@ class PlannedWork(dist.Work):
     def synchronize(self) -> None:
         self.wait()
 
+    def block_current_stream(self) -> None:
+        """Order the current stream of a GPU after it without holding the host; on the CPU wait for it."""
+        self.wait()
+
     def is_completed(self) -> bool:
         """Return whether it has ended, on a GPU too, with or without an error."""
         return self._future.done() and self._handle.done()
@@ -142,6 +146,10 @@ class JointWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """As of `PlannedWork`."""
         self.wait()
 
     def is_completed(self) -> bool:

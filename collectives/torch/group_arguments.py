@@ -8,7 +8,7 @@ strides. So everything is checked here before anything moves, and only contiguou
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any
 
@@ -35,13 +35,20 @@ def operation_of(opts: Any) -> tuple[str, Any]:
     if opts is None:
         return "", None
     if opts.reduceOp == dist.ReduceOp.PREMUL_SUM:
-        return "sum", opts.reduceOp.__getstate__()[1]
+        op = opts.reduceOp
+        return "sum", op.factor if hasattr(op, "factor") else op.__getstate__()[1]  # before torch 2.13
     return next((name for op, name in OPERATIONS if opts.reduceOp == op), ""), None
 
 
 def given_options(opts: Any) -> tuple[Any, ...]:
     """Return the options of a collective as arguments: none if they are None."""
     return () if opts is None else (opts,)
+
+
+def method_of(group: Any, *names: str) -> Callable[..., Any]:
+    """Return the first of a group's methods: releases of torch differ in names."""
+    found: Callable[..., Any] = getattr(group, next(name for name in names if hasattr(group, name)))
+    return found
 
 
 def op_name(opts: Any) -> str:

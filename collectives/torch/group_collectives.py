@@ -33,6 +33,7 @@ from collectives.torch.group_arguments import (
     given_options,
     joined_line,
     line_of,
+    method_of,
     moved_line,
     numpy_dtype,
     op_name,
@@ -47,8 +48,8 @@ from topoplan.errors import UsageError
 Result = TypeVar("Result")
 
 
-class GroupCollectives(dist.ProcessGroup):
-    """See `collectives.torch.process_group.ProcessGroupTopoplan`."""
+class GroupCollectives:
+    """See `collectives.torch.process_group.ProcessGroupTopoplan`: "plan or beneath", for all of its faces."""
 
     inner: dist.ProcessGroup
     served: str
@@ -57,6 +58,14 @@ class GroupCollectives(dist.ProcessGroup):
     """Works of a block that ends in one work; None outside of one."""
     _timed_out: list[Handle[Any]]
     """Collectives for which a wait has timed out."""
+
+    def rank(self) -> int:
+        """Return this process's rank among the survivors."""
+        return self.inner.rank()
+
+    def size(self) -> int:
+        """Return the number of survivors."""
+        return self.inner.size()
 
     @abstractmethod
     def _planned(self) -> bool:
@@ -188,7 +197,9 @@ class GroupCollectives(dist.ProcessGroup):
         )
         if not carried:
             return self._by_inner_group(
-                lambda: self.inner._allgather_base(whole, flat, *given_options(opts)),
+                lambda: method_of(self.inner, "all_gather_single", "_allgather_base")(
+                    whole, flat, *given_options(opts)
+                ),
                 [input],
                 [output],
                 opts,
@@ -390,11 +401,11 @@ class GroupCollectives(dist.ProcessGroup):
     def recv_anysource(self, tensors: Any, *where: Any) -> Any:
         return self._received(self.inner.recv_anysource, tensors, *where)
 
-    all_to_all_single = alltoall_base  # type: ignore[assignment]
+    all_to_all_single = alltoall_base
     _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         op, factor = operation_of(opts)
@@ -444,7 +455,9 @@ class GroupCollectives(dist.ProcessGroup):
     def _scattered_by_inner_group(self, output: torch.Tensor, whole: torch.Tensor, opts: Any) -> Any:
         flat = line_of(output)
         return self._by_inner_group(
-            lambda: self.inner._reduce_scatter_base(flat, whole, *given_options(opts)),
+            lambda: method_of(self.inner, "reduce_scatter_single", "_reduce_scatter_base")(
+                flat, whole, *given_options(opts)
+            ),
             [whole],
             [output],
             opts,
@@ -474,7 +487,8 @@ class GroupCollectives(dist.ProcessGroup):
         def run() -> Any:
             if self.communicator is not None and input.device.type == "cpu":
                 check_splits(self.communicator._gather_texts_in_order(splits_text(received, sent)))
-            return self.inner.alltoall_base(whole, flat, *counts, *given_options(opts))
+            call = method_of(self.inner, "all_to_all_single", "alltoall_base")
+            return call(whole, flat, *counts, *given_options(opts))
 
         def finish() -> None:
             copy_lines([output], as_types([whole], [output]))

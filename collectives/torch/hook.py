@@ -20,7 +20,7 @@ from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives.backends.torch.backend_selection import backend_of
@@ -33,7 +33,7 @@ from collectives.sparse.residuals import finite_residual
 from collectives.torch.bucket_exchange import BuiltInBucketExchange, DdpBucketExchange, give_unused_rows
 from collectives.torch.mode_exchange import ModeExchange
 from collectives.torch.parameter_residuals import ParameterNumbers, ParameterResidual, tensors_of
-from collectives.torch.process_group import PlanAgreement, agreed_plan, agreed_settings, gather_by
+from collectives.torch.plan_agreement import PlanAgreement, agreed_plan, agreed_settings, gather_by
 from collectives.torch.recovery import (
     LostResiduals,
     OriginalRanks,

@@ -8,6 +8,9 @@ that does not contain a plan of this job is a `UsageError` of that collective, o
 (`collectives.peers.agreement`). TOPOPLAN_ENGINE selects the engine between GPUs: auto, windows or messages, as for
 `Communicator`.
 
+torch with `dist.BackendBase` makes the group, and `PlannedBackend` is its back end; in older releases
+`PlannedProcessGroup` is the group. Both have one body, `GroupCollectives`: "plan or beneath".
+
 With TOPOPLAN_ON_FAILURE=shrink the default group survives the failure of a rank if torch sees no GPU: collectives are
 repeated among survivors, with a new inner gloo group; `rank` and `size` change. Groups of some ranks do not, and no
 rank joins.
@@ -30,162 +33,31 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 
-import topoplan
 from collectives.backends.torch.backend_selection import backend_of
 from collectives.backends.torch.process_groups import (
     WATCHDOG_FACTOR,
-    devices_of,
     gloo_among,
     gloo_over,
+    grouped,
     wait_for_gloo_threads,
+    wrapping,
 )
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
-from collectives.communicator.job_plan import PlanLike, agree_on_input, agree_on_plan
-from collectives.peers.agreement import Gather, check_still_wanted, gather_or_raise, plan_on_one_rank
+from collectives.peers.agreement import Gather
 from collectives.torch.futures import JointWork
 from collectives.torch.group_collectives import GroupCollectives
-from collectives.training.exchange_settings import ExchangeSettings
-from topoplan.errors import InfeasibleError, TopoplanError, UsageError
-from topoplan.plans.plan import Plans
-from topoplan.plans.size_plans import SizePlans
-
-PLAN_VARIABLE = "TOPOPLAN_PLAN"
-
-
-@dataclass(frozen=True, slots=True)
-class PlanAgreement:
-    """The plan that the ranks have agreed on, or the reason for none; `reason` is empty with a plan."""
-
-    plan: Plans | None
-    reason: str = ""
-
-
-def agreed_plan(plan: PlanLike | None, group: dist.ProcessGroup, gather: Gather) -> PlanAgreement:
-    """Return the plan that all ranks have and that fits their group; all of them must call this.
-
-    `plan` is as in `plan_of`; None makes one for the job. Raises `UsageError`, with the same text on all ranks, if a
-    given plan is invalid, not for this group, or not that of the others.
-    """
-    rank, size = group.rank(), group.size()
-    try:
-        gather_or_raise(gather, lambda: str(devices_of(group)))  # else its messages cannot carry a plan
-    except TopoplanError as error:
-        return PlanAgreement(None, str(error))
-    try:
-        job_input = agree_on_input(gather, plan, size=size, where="the process group")
-        if job_input is not None:
-            return PlanAgreement(agree_on_plan(gather, job_input, rank=rank, size=size))
-    except TopoplanError as error:
-        raise UsageError(str(error)) from None
-    try:
-        return PlanAgreement(agree_on_plan(gather, None, rank=rank, size=size))
-    except TopoplanError as error:
-        return PlanAgreement(None, f"no plan can be made of this job: {error}")
-
-
-def agreed_file(group: dist.ProcessGroup, gather: Gather, members: Sequence[int]) -> PlanAgreement:
-    """Return `agreed_plan` for the plan in the environment, if any; `members` are the group's ranks in the job."""
-    rank = group.rank()
-    read: list[Plans | None] = []
-
-    def whole() -> str:
-        try:
-            path = os.environ.get(PLAN_VARIABLE)
-            read.append(topoplan.load_plan(path) if path else None)
-        except TopoplanError as error:
-            raise UsageError(f"{PLAN_VARIABLE}: {error}") from error
-        return "" if read[0] is None else read[0].digest
-
-    digests, world = gather_or_raise(gather, whole), dist.get_world_size()
-    plan = read[0]
-    # a plan that differs between ranks, or has another number of ranks than the job, is refused as it is
-    if plan is None or len(set(digests)) > 1 or len(members) == world or len(plan.ranks) != world:
-        return agreed_plan(plan, group, gather)
-    try:
-        part = plan_on_one_rank(gather, _plan_for_members(plan, members), rank=rank)
-    except InfeasibleError as error:
-        return PlanAgreement(None, str(error))
-    return agreed_plan(part, group, gather)
-
-
-def _plan_for_members(plan: Plans, members: Sequence[int]) -> Callable[[], Plans]:
-    gpus = [device.name for device in plan.topology.devices if device.kind == "gpu"]
-    numbers = [gpus.index(plan.ranks[member]) for member in members]
-    make = topoplan.plan_by_size if isinstance(plan, SizePlans) else topoplan.plan
-    return lambda: make(plan.topology, "allreduce", gpus=numbers, progress=check_still_wanted)
-
-
-def agreed_settings(make: Callable[[], ExchangeSettings], gather: Gather) -> ExchangeSettings:
-    """Return the settings of `make` once all ranks have the same; all of them must call this.
-
-    Raises `UsageError`, with the same text on all ranks, if `make` raises on some rank, or ranks differ.
-    """
-    made: list[ExchangeSettings] = []
-
-    def text() -> str:
-        made.append(make())
-        return f"{made[0]}"
-
-    _agreed_text(gather, text)
-    return made[0]
-
-
-def _agreed_text(gather: Gather, text: Callable[[], str], name: str = "") -> str:
-    first, *others = gather_or_raise(gather, text)
-    for rank, one in enumerate(others, start=1):
-        if one != first:
-            raise UsageError(f"rank {rank} has {name}{one}, and rank 0 {first}; give all ranks the same")
-    return first
-
-
-def gather_by(group: dist.ProcessGroup) -> Gather:
-    """Return the gathering of texts over a process group."""
-
-    def gather(text: str) -> list[str]:
-        texts = [""] * dist.get_world_size(group)
-        dist.all_gather_object(texts, text, group=group)
-        return texts
-
-    return gather
-
-
-def gather_over(group: dist.ProcessGroup, device: torch.device) -> Gather:
-    """Return the gathering of texts over a process group without a name in torch; it takes tensors on `device`."""
-
-    def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
-        outputs = [torch.empty_like(tensor) for _ in range(group.size())]
-        group.allgather([outputs], [tensor]).wait()
-        return [output.cpu() for output in outputs]
-
-    def gather(text: str) -> list[str]:
-        data = text.encode()
-        lengths = [int(one) for one in gathered(torch.tensor([len(data)], device=device))]
-        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
-        padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-        found = gathered(padded.to(device))
-        return [one[:length].numpy().tobytes().decode() for one, length in zip(found, lengths, strict=True)]
-
-    return gather
-
+from collectives.torch.plan_agreement import ON_FAILURE, agreed_file, agreed_on_failure, gather_over
+from topoplan.errors import BackendError, UsageError
 
 ENGINE = "TOPOPLAN_ENGINE"
-ON_FAILURE = "TOPOPLAN_ON_FAILURE"
 
-DELEGATED = (
-    "_get_backend",
-    "_get_sequence_number_for_group",
-    "_set_sequence_number_for_group",
-    "_wait_for_pending_works",
-    "monitored_barrier",
-    "set_timeout",
-)
+DELEGATED = ("_get_sequence_number_for_group", "_set_sequence_number_for_group", "monitored_barrier")
 """Methods of the inner process group; releases of torch that lack one do not call it."""
 
 
@@ -200,11 +72,11 @@ class InnerGroups:
     others: dist.ProcessGroup
     plans: dist.ProcessGroup
     served: str
-    store: Store
+    store: dist.Store
 
 
 class ProcessGroupTopoplan(GroupCollectives):
-    """A process group whose collectives run by a plan; torch makes it.
+    """The common part of the process group "topoplan" for all releases of torch; `of` finds it in a group.
 
     Attributes
     ----------
@@ -212,6 +84,8 @@ class ProcessGroupTopoplan(GroupCollectives):
         For collectives without a plan, and for the messages of plans on GPUs.
     served : str
         Backend of each kind of device, as "cpu:gloo,cuda:nccl".
+    members : tuple of int
+        Its ranks, by their numbers in the job.
     communicator : Communicator or None
         None until the first collective, and if no plan fits.
     reason : str
@@ -220,125 +94,60 @@ class ProcessGroupTopoplan(GroupCollectives):
         Whether it survives the failure of a rank, once its first collective has run.
     """
 
-    def __init__(self, groups: InnerGroups, *, timeout: timedelta) -> None:
-        inner = groups.others
-        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # without a store
-        self.inner = inner
+    _whole = False
+    """Whether it is the default group, of all ranks of the job."""
+    _job_size = 0
+    """The number of ranks of the job, by which `members` are numbered."""
+
+    def __init__(self, groups: InnerGroups, *, timeout: timedelta, members: Sequence[int]) -> None:
+        self.inner = groups.others
         self._lost: list[dist.ProcessGroup] = []
-        for device in inner._device_types:  # a DeviceMesh finds it by this name
-            kind = dist.ProcessGroup.BackendType.CUSTOM
-            self._register_backend(device, kind, inner._get_backend(device))
         self.carrier = groups.plans
         self.served = groups.served
+        self.members = tuple(members)
         self.communicator: Communicator | None = None
         self.reason = ""
         self.goes_on = False
-        self.given_members: tuple[int, ...] = ()
         self._timeout = timeout.total_seconds()
         self._store = groups.store
         self._block: list[dist.Work] | None = None
         self._timed_out: list[Handle[Any]] = []
 
+    @staticmethod
+    def of(group: dist.ProcessGroup | None = None) -> ProcessGroupTopoplan | None:
+        """Return the back end "topoplan" of a process group, by default of the default group; None for others."""
+        found = wrapping(dist.group.WORLD if group is None else group)
+        return found if isinstance(found, ProcessGroupTopoplan) else None
+
     def getBackendName(self) -> str:  # torch's name
         return "topoplan"
 
-    def rank(self) -> int:
-        """Return this process's rank among the survivors."""
-        return self.inner.rank()
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the limit of the collectives of the inner groups, and of those by plan if none has run."""
+        self._timeout = timeout.total_seconds()
+        self.inner.set_timeout(timeout)
 
-    def size(self) -> int:
-        """Return the number of survivors."""
-        return self.inner.size()
-
-    getRank, getSize = rank, size  # as torch asks from C++
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        """Begin a block whose collectives end in one work, which `_end_coalescing` returns."""
+    def _begin_block(self) -> None:
+        """Begin a block whose collectives end in one work."""
         block: list[dist.Work] = []
         self._block = block
         # torch does not end a block that raises: its finalized context manager drops it
-        manager = sys._getframe(2).f_locals.get("self")
+        caller = sys._getframe(2)
+        manager = None if caller.f_back is None else caller.f_back.f_locals.get("self")
         if isinstance(manager, AbstractContextManager):
-            weakref.finalize(manager, self._leave_block, block).atexit = False
-        if device.type == "cuda":
-            self.inner._start_coalescing(device)
+            group = caller.f_locals.get("group")
+            weakref.finalize(manager, self._leave_block, block, group).atexit = False
 
-    def _end_coalescing(self, device: torch.device) -> JointWork:
+    def _end_block(self, *more: dist.Work) -> JointWork:
         """Return the work of all calls in the block."""
         works, self._block = self._block or [], None
-        if device.type == "cuda":
-            works = [*works, self.inner._end_coalescing(device)]
-        return JointWork(works)
+        return JointWork([*works, *more])
 
-    def _leave_block(self, block: list[dist.Work]) -> None:
+    def _leave_block(self, block: list[dist.Work], group: Any) -> None:
         """Drop a block that has not been ended, and what torch has collected in it."""
         if self._block is block:
             self._block = None
-            dist.distributed_c10d._world.pg_coalesce_state.pop(self, None)
-
-    def get_group_store(self) -> Store:
-        """Return the store of the rendezvous."""
-        return self._store
-
-    def split_group(
-        self,
-        new_ranks: Sequence[int],
-        timeout: timedelta | None = None,
-        opts: Any = None,
-        group_name: Any = None,
-        group_desc: str | None = None,
-        device_types: Any = None,
-    ) -> ProcessGroupTopoplan | None:
-        """Return the group of some ranks of this one, with a plan of its own; None on the other ranks.
-
-        Parameters
-        ----------
-        new_ranks : sequence of int
-            Ranks of this group, in any order; the new group sorts them. All of them must call it.
-        timeout : timedelta, optional
-            By default that of this group.
-        opts, device_types
-            Not used; all are served as here.
-        group_name : str, optional
-            If given, as `torch.distributed.split_group` does, the caller registers the group.
-        group_desc : str, optional
-
-        Raises
-        ------
-        UsageError
-            These are not ranks of this group, or one is named twice; or a rank of this group failed.
-        """
-        ranks = sorted(new_ranks)
-        if not ranks or len(set(ranks)) < len(ranks) or not 0 <= ranks[0] <= ranks[-1] < self.size():
-            raise UsageError(
-                f"new_ranks must be different ranks from 0 to {self.size() - 1}, got {list(new_ranks)}"
-            )
-        if self._lost:
-            raise UsageError("a group with a failed rank cannot be split; start the job again")
-        if self.rank() not in ranks:
-            return None
-        limit = timeout or timedelta(seconds=self._timeout)
-        members = [self.members[rank] for rank in ranks]
-        if group_name is None:
-            made: ProcessGroupTopoplan = dist.new_group(
-                members,
-                timeout=limit,
-                backend="topoplan",
-                use_local_synchronization=True,
-                group_desc=group_desc,
-            )
-            return made
-        store = PrefixStore(f"{group_name}/", self._store)
-        made = _make(store, ranks.index(self.rank()), len(ranks), limit)
-        made.given_members = tuple(members)
-        made._set_group_name(group_name)
-        made._set_group_desc(group_desc or "undefined")
-        return made
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Its ranks, by their numbers in the job."""
-        return self.given_members or tuple(dist.get_process_group_ranks(self))
+            dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)
 
     def shutdown(self) -> None:
         """Close the communicator and the inner groups."""
@@ -368,8 +177,9 @@ class ProcessGroupTopoplan(GroupCollectives):
             self._register()
             device = torch.device("cpu") if "cpu" in self.served else torch.device("cuda")
             gather = gather_over(self.inner, device)
-            on_failure = agreed_on_failure(gather) if self is dist.group.WORLD else "raise"
-            verdict = agreed_file(self, gather, self.members)
+            itself = cast("dist.ProcessGroup", self)  # or its back end, with the methods that are used here
+            on_failure = agreed_on_failure(gather) if self._whole else "raise"
+            verdict = agreed_file(itself, gather, self.members, self._job_size)
             self.reason = verdict.reason
             if verdict.plan is None:
                 if on_failure == "shrink":
@@ -380,7 +190,7 @@ class ProcessGroupTopoplan(GroupCollectives):
             else:
                 with ExitStack() as on_error:
                     engine = os.environ.get(ENGINE) or "auto"
-                    backend = backend_of(self, gather, timeout=self._timeout, engine=engine)
+                    backend = backend_of(itself, gather, timeout=self._timeout, engine=engine)
                     on_error.callback(backend.close)
                     if backend.survivors is not None:
                         backend.survivors.beside = self._recover
@@ -392,17 +202,7 @@ class ProcessGroupTopoplan(GroupCollectives):
         return self.communicator is not None
 
     def _register(self) -> None:
-        """Register a group that `split_group` has made with torch, unless its caller has."""
-        world = dist.distributed_c10d
-        if self.given_members and self not in world._world.pg_map:
-            world._register_pg_in_world(
-                self,
-                backend_name="topoplan",
-                store=self._store,
-                group_name=self.group_name,
-                backend_config="cpu:topoplan,cuda:topoplan",
-                rank_mapping={member: rank for rank, member in enumerate(self.given_members)},
-            )
+        """Register a group with torch that torch does not know; called before its first collective."""
 
     def _recover(self, gather: Gather, rank: int, size: int, local: str) -> None:
         """Make a new inner group of the survivors."""
@@ -410,21 +210,6 @@ class ProcessGroupTopoplan(GroupCollectives):
         # dropped in `shutdown`, when gloo's threads have ended
         self._lost.append(self.inner)
         self.inner = self.carrier = group
-
-
-def agreed_on_failure(gather: Gather) -> str:
-    """Return the reaction to failures in the environment of all ranks: "raise" or "shrink"; all must call this.
-
-    Raises `UsageError`, with the same text on all ranks, for another value, or if ranks differ.
-    """
-
-    def text() -> str:
-        found = os.environ.get(ON_FAILURE) or "raise"
-        if found not in ("raise", "shrink"):
-            raise UsageError(f"{ON_FAILURE} must be raise or shrink, got {found!r}")
-        return found
-
-    return _agreed_text(gather, text, f"{ON_FAILURE}=")
 
 
 def _delegated(name: str) -> Callable[..., Any]:
@@ -440,33 +225,255 @@ for _name in DELEGATED:
     setattr(ProcessGroupTopoplan, _name, _delegated(_name))
 
 
-def inner_groups(store: Store, rank: int, size: int, timeout: timedelta) -> InnerGroups:
+class PlannedProcessGroup(ProcessGroupTopoplan, dist.ProcessGroup):
+    """The process group itself, for releases of torch in which Python cannot define a back end of one.
+
+    Also for a group that survives failures: only here can `rank` and `size` change.
+    """
+
+    def __init__(self, groups: InnerGroups, *, timeout: timedelta, members: Sequence[int]) -> None:
+        inner = groups.others
+        dist.ProcessGroup.__init__(self, inner.rank(), inner.size())  # type: ignore[call-arg]  # without a store
+        super().__init__(groups, timeout=timeout, members=members)
+        self._unknown = False
+        for device in (
+            ["cpu", "cuda"] if "cuda" in self.served else ["cpu"]
+        ):  # a DeviceMesh finds it by this name
+            kind = dist.ProcessGroup.BackendType.CUSTOM
+            place = torch.device(device)
+            self._register_backend(place, kind, self._get_backend(place))
+
+    # as torch asks from C++
+    getRank = ProcessGroupTopoplan.rank
+    getSize = ProcessGroupTopoplan.size
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self.inner._get_backend(device) if hasattr(self.inner, "_get_backend") else self.inner
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._begin_block()
+        if device.type == "cuda":
+            self.inner._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> JointWork:
+        return self._end_block(*([self.inner._end_coalescing(device)] if device.type == "cuda" else []))
+
+    def get_group_store(self) -> dist.Store:
+        """Return the store of the rendezvous."""
+        return self._store
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: Any = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> dist.ProcessGroup | None:
+        """Return the group of some ranks of this one, with a plan of its own; None on the other ranks.
+
+        Parameters
+        ----------
+        new_ranks : sequence of int
+            Ranks of this group, in any order; the new group sorts them. All of them must call it.
+        timeout : timedelta, optional
+            By default that of this group.
+        opts, device_types
+            Not used; all are served as here.
+        group_name : str, optional
+            If given, as `torch.distributed.split_group` does, the caller registers the group.
+        group_desc : str, optional
+
+        Raises
+        ------
+        UsageError
+            These are not ranks of this group, or one is named twice; or a rank of this group failed.
+        """
+        ranks = sorted(new_ranks)
+        check_ranks(new_ranks, self.size())
+        if self._lost:
+            raise UsageError("a group with a failed rank cannot be split; start the job again")
+        if self.rank() not in ranks:
+            return None
+        limit = timeout or timedelta(seconds=self._timeout)
+        members = [self.members[rank] for rank in ranks]
+        if group_name is None:
+            found: dist.ProcessGroup = dist.new_group(
+                members,
+                timeout=limit,
+                backend="topoplan",
+                use_local_synchronization=True,
+                group_desc=group_desc,
+            )
+            return found
+        store = dist.PrefixStore(f"{group_name}/", self._store)
+        made = PlannedProcessGroup(
+            inner_groups(
+                renewed(store, ranks.index(self.rank())), ranks.index(self.rank()), len(ranks), limit
+            ),
+            timeout=limit,
+            members=members,
+        )
+        made._unknown, made._job_size = True, self._job_size
+        made._set_group_name(group_name)
+        made._set_group_desc(group_desc or "undefined")
+        return made
+
+    def _register(self) -> None:
+        world = dist.distributed_c10d
+        if self._unknown and self not in world._world.pg_map:
+            world._register_pg_in_world(
+                self,
+                backend_name="topoplan",
+                store=self._store,
+                group_name=self.group_name,
+                backend_config="cpu:topoplan,cuda:topoplan",
+                rank_mapping={member: rank for rank, member in enumerate(self.members)},
+            )
+
+
+BackendBase: Any = getattr(dist, "BackendBase", object)
+"""torch's base of back ends that are written in Python, of the releases that have one."""
+
+
+ALIVE: set[ProcessGroupTopoplan] = set()
+"""Back ends until their end: torch's debug wrapper keeps the C++ part of one alone."""
+
+
+class PlannedBackend(ProcessGroupTopoplan, BackendBase):  # type: ignore[misc]
+    """The back end of a process group that is torch's own: names, stores, splits and the debug wrapper are torch's."""
+
+    def __init__(self, groups: InnerGroups, *, timeout: timedelta, members: Sequence[int]) -> None:
+        inner = groups.others
+        BackendBase.__init__(self, inner.rank(), inner.size())
+        super().__init__(groups, timeout=timeout, members=members)
+        self._shrunk = 0
+        ALIVE.add(self)
+
+    @property
+    def options(self) -> Any:
+        """Options of torch, which it copies for a split."""
+        made = BackendBase.Options("topoplan", timeout=timedelta(seconds=self._timeout))
+        made.global_ranks_in_group = list(self.members)
+        return made
+
+    supports_coalescing = True
+    supports_splitting = True
+    supports_shrinking = True
+
+    def start_coalescing(self) -> None:
+        self._begin_block()
+        if self.served != "cpu:gloo":
+            self.inner._start_coalescing(torch.device("cuda"))
+
+    def end_coalescing(self) -> JointWork:
+        nccl = self.served != "cpu:gloo"
+        return self._end_block(*([self.inner._end_coalescing(torch.device("cuda"))] if nccl else []))
+
+    def split(self, store: dist.Store, ranks: Sequence[int], opts: Any) -> PlannedBackend:
+        """Return the back end of some ranks, in their order.
+
+        Raises `UsageError` on the other ranks, where torch 2.14 would end the process if it returned None.
+        """
+        check_ranks(ranks, self.size())
+        if self.rank() not in ranks:
+            raise UsageError(
+                f"rank {self.rank()} is not among the ranks {list(ranks)} of the new group; call split_group on those "
+                "alone, or use torch.distributed.new_group"
+            )
+        return self._part(store, ranks)
+
+    def shrink(
+        self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts: Any = None
+    ) -> PlannedBackend:
+        """Return the back end of the other ranks, which meet in the store of the job; they alone call it.
+
+        With `SHRINK_ABORT` running collectives end first, with an error.
+        """
+        if shrink_flags & dist.distributed_c10d.SHRINK_ABORT:
+            self.abort()
+        self._shrunk += 1
+        ranks = [rank for rank in range(self.size()) if rank not in ranks_to_exclude]
+        try:
+            return self._part(dist.PrefixStore(f"shrunk {self._shrunk}/", self._store), ranks)
+        except dist.DistError as error:
+            raise BackendError(
+                f"the {len(ranks)} remaining ranks do not find each other ({' '.join(str(error).split())[:100]}); the "
+                "process with the store of the job must be alive",
+                rank=self.rank(),
+            ) from error
+
+    def shutdown(self) -> None:
+        ALIVE.discard(self)
+        super().shutdown()
+
+    def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
+        cast("Any", self.inner).monitored_barrier(opts.timeout, wait_all_ranks)
+
+    def get_error(self) -> Any:
+        """Return COMM_ERROR after a failure or an abort, else SUCCESS."""
+        found = BackendBase.get_error(self)
+        return (
+            found
+            if self.communicator is None or self.communicator.failure is None
+            else type(found).COMM_ERROR
+        )
+
+    def _part(self, store: dist.Store, ranks: Sequence[int]) -> PlannedBackend:
+        rank, limit = list(ranks).index(self.rank()), timedelta(seconds=self._timeout)
+        groups = inner_groups(renewed(store, rank), rank, len(ranks), limit)
+        made = PlannedBackend(groups, timeout=limit, members=[self.members[one] for one in ranks])
+        made._job_size = self._job_size
+        return made
+
+
+def check_ranks(ranks: Sequence[int], size: int) -> None:
+    """Raise `UsageError` if these are not different ranks of a group."""
+    if not ranks or len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < size:
+        raise UsageError(f"new_ranks must be different ranks from 0 to {size - 1}, got {list(ranks)}")
+
+
+def inner_groups(store: dist.Store, rank: int, size: int, timeout: timedelta) -> InnerGroups:
     """Return the groups of a rank; steps of plans must end in the timeout, and their NCCL group has twice the time."""
-    kind = dist.ProcessGroup.BackendType
-    others = gloo_over(store, rank, size, timeout)
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        others = gloo_over(store, rank, size, timeout)
         return InnerGroups(others, others, "cpu:gloo", store)
 
     def nccl(name: str, limit: timedelta) -> dist.ProcessGroupNCCL:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
-        return dist.ProcessGroupNCCL(PrefixStore(name, store), rank, size, options)
+        return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
 
-    others._register_backend(torch.device("cuda"), kind.NCCL, nccl("nccl", timeout))
-    plans = dist.ProcessGroup(store, rank, size)
-    plans._set_default_backend(kind.NCCL)
-    plans._register_backend(torch.device("cuda"), kind.NCCL, nccl("nccl of plans", WATCHDOG_FACTOR * timeout))
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+    others = grouped(store, rank, size, cpu=gloo, cuda=nccl("nccl", timeout))
+    plans = grouped(store, rank, size, cuda=nccl("nccl of plans", WATCHDOG_FACTOR * timeout))
     return InnerGroups(others, plans, "cpu:gloo,cuda:nccl", store)
 
 
-def _make(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupTopoplan:
-    """Return a new group; its keys in the store differ from those of an earlier group of the same name.
+def renewed(store: dist.Store, rank: int) -> dist.Store:
+    """Return the part of a store for the next group; its keys differ from those of an earlier group of the same name.
 
     torch gives a group the name of a destroyed one, and gloo would connect to the addresses that it finds there.
     """
-    generation = store.add(f"generation/{rank}", 1)
-    own = PrefixStore(f"{generation}/", store)
-    return ProcessGroupTopoplan(inner_groups(own, rank, size, timeout), timeout=timeout)
+    return dist.PrefixStore(f"{store.add(f'generation/{rank}', 1)}/", store)
 
 
-dist.Backend.register_backend("topoplan", _make, devices=["cpu", "cuda"])
+def make_back_end(options: Any, _: object = None) -> ProcessGroupTopoplan:
+    """Return the back end of a group, or the group itself if torch takes no back end of Python."""
+    rank, size, limit = options.group_rank, options.group_size, options.timeout
+    survives = not options.global_ranks_in_group and os.environ.get(ON_FAILURE) == "shrink"
+    kind = PlannedProcessGroup if BackendBase is object or survives else PlannedBackend
+    groups = inner_groups(renewed(options.store, rank), rank, size, limit)
+    made = kind(groups, timeout=limit, members=options.global_ranks_in_group or range(size))
+    made._whole = not options.global_ranks_in_group
+    made._job_size = size if made._whole else dist.get_world_size()
+    return made
+
+
+def register() -> None:
+    """Register the back end "topoplan" with torch; once the package is installed torch 2.14 and newer call this."""
+    dist.Backend.register_backend("topoplan", make_back_end, extended_api=True, devices=["cpu", "cuda"])
+
+
+register()

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives.communicator.handle import Handle
@@ -396,7 +396,8 @@ def warn_of_launcher(rank: int) -> None:
 def check_recoverable(model: DistributedDataParallel) -> None:
     """Raise `UsageError` if DDP uses its process group beside the hook, and the group cannot recover."""
     group = model.process_group
-    if group.size() == 1 or (isinstance(group, ProcessGroupTopoplan) and group.goes_on):
+    planned = ProcessGroupTopoplan.of(group)
+    if group.size() == 1 or (planned is not None and planned.goes_on):
         return
     newer = hasattr(model, "forward_sync_buffers")
     synchronised = model.forward_sync_buffers if newer else model.broadcast_buffers

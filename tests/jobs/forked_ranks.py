@@ -7,7 +7,9 @@ from importlib import import_module
 
 from collectives.backends.shared import compiled_program
 from collectives.backends.tcp import compiled_exchange
+from tests.support.torch_jobs import name_backend_base
 
+name_backend_base()
 compiled_program.compile_ahead()
 compiled_exchange.compile_ahead()
 for name in ("pytest", "tests.faults.training"):

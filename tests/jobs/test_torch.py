@@ -120,10 +120,11 @@ def on_cuda(*shape: int, device: str = "cuda:1") -> Any:
     ],
 )
 def test_a_tensor_on_a_gpu_that_cannot_be_sent_is_one_line_that_says_what_to_do(
-    device: str, make: Callable[[], Any], message: str
+    device: str, make: Callable[[], Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from collectives.tables.torch_arrays import TorchArrays
 
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     found = TorchArrays([torch.device(device)])._fault(make())
     assert re.search(message, found), found
 

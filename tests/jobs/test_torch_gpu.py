@@ -273,8 +273,8 @@ def fsdp_of_two(rank: int, folder: str, device: str) -> None:
         wanted = sharded(device)
     with job("topoplan", rank=rank, size=2, folder=folder):
         found = sharded(device)
-        group = dist.group.WORLD
-        assert isinstance(group, ProcessGroupTopoplan)
+        group = ProcessGroupTopoplan.of()
+        assert group is not None
         assert group.communicator is not None, group.reason
         assert any(group.communicator.bytes_sent().values()), "nothing went by plan"
     near("losses of FSDP2", found, wanted)

@@ -18,6 +18,7 @@ RANKS = {
     "torch_uneven_ranks.py": 3,
     "torch_fsdp_ranks.py": 4,
     "torch_mode_ranks.py": 2,
+    "torch_loop_ranks.py": 4,
     "parallel_norms_ranks.py": 2,
 }
 DEFAULT = "torch_group_ranks.py"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from collectives.torch import ProcessGroupTopoplan
+from tests.support.checkout import ROOT
 from tests.support.rank_scenarios import scenario
 from tests.support.torch_scenarios import be_rank, furthest
 
@@ -28,7 +31,7 @@ BENEATH: Counter[str] = Counter()
 """Calls so far that ran by a plan, by the method of the communicator, and those that went to gloo."""
 
 
-def count_calls(groups: list[ProcessGroupTopoplan]) -> None:
+def count_calls(groups: list[Any]) -> None:
     class Beneath:
         def __init__(self, group: Any) -> None:
             self.group = group
@@ -41,11 +44,13 @@ def count_calls(groups: list[ProcessGroupTopoplan]) -> None:
 
     for group in groups:
         dist.all_reduce(torch.ones(1), group=group)  # which finds the plan, over gloo
-        comm = group.communicator
-        assert comm is not None, group.reason
-        for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
+        planned = ProcessGroupTopoplan.of(group)
+        assert planned is not None
+        comm = planned.communicator
+        assert comm is not None, planned.reason
+        for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"):
             setattr(comm, name, counted(getattr(comm, name), name))
-        group.inner = Beneath(group.inner)  # type: ignore[assignment]
+        planned.inner = Beneath(planned.inner)  # type: ignore[assignment]
 
 
 def counted(call: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -119,7 +124,6 @@ def all_that_fsdp_asks_for_runs_by_plan_and_trains_as_plain_averages_do() -> Non
     # each rank has the other of its own pair
     pair = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3])][dist.get_rank() // 2]
     groups: list[Any] = [world.get_group(), grid.get_group("replicate"), grid.get_group("shard")]
-    assert all(isinstance(one, ProcessGroupTopoplan) for one in groups)
     count_calls(groups)
     wide, narrow = torch.float64, torch.float32
     half = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
@@ -193,6 +197,56 @@ def several_tensors_are_sent_as_one_and_give_what_each_gives_alone() -> None:
     assert [functional.wait_tensor(one).tolist() for one in made] == [totals[0][:2], totals[0][:1]]
     assert PLANNED == {"all_reduce": 2, "all_gather": 2, "reduce_scatter": 1}
     assert not BENEATH
+
+
+@scenario(4)
+def each_call_runs_as_the_table_of_the_docs_says() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x, line = torch.ones(4, dtype=torch.float64), torch.zeros(4 * size, dtype=torch.float64)
+    row: Any = [torch.zeros(4, dtype=torch.float64) for _ in range(size)]
+    premultiplied = dist._make_nccl_premul_sum(0.5)
+    lengths, counts = [1, 2, 3, 4], [rank + 1] * size
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: [dist.all_reduce(x.clone(), op) for op in (dist.ReduceOp.AVG, premultiplied)],
+        "all_reduce, bitwise": lambda: dist.all_reduce(torch.tensor([7]), dist.ReduceOp.BAND),
+        "all_reduce, sparse COO": lambda: dist.all_reduce(x.to_sparse()),
+        "broadcast": lambda: dist.broadcast(x.clone(), 1),
+        "all_gather": lambda: dist.all_gather(row, x),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(line, x),
+        "reduce_scatter": lambda: dist.reduce_scatter(x.clone(), [x] * size),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(x.clone(), line),
+        "all_to_all_single": lambda: dist.all_to_all_single(torch.zeros_like(line), line),
+        "all_to_all_single, split sizes": lambda: dist.all_to_all_single(
+            torch.zeros(10), torch.zeros(size * (rank + 1)), lengths, counts
+        ),
+        "all_to_all": lambda: dist.all_to_all(row, [x] * size),
+        "reduce": lambda: dist.reduce(x.clone(), 0),
+        "gather": lambda: dist.gather(x, row if rank == 0 else None),
+        "scatter": lambda: dist.scatter(x.clone(), row if rank == 0 else None),
+        "barrier": dist.barrier,
+        "batch_isend_irecv": lambda: [
+            work.wait()
+            for work in dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, x, (rank + 1) % size),
+                    dist.P2POp(dist.irecv, x.clone(), (rank - 1) % size),
+                ]
+            )
+        ],
+        "monitored_barrier": lambda: dist.monitored_barrier(wait_all_ranks=True),
+    }
+    page = (ROOT / "docs" / "ddp-hook.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `dist\.(\w+)`([^|]*) \| (by plan|beneath) \|", page, re.MULTILINE)
+    rows = {f"{name}{kind}": how for name, kind, how in listed}
+    found = {}
+    for name, call in calls.items():
+        PLANNED.clear()
+        BENEATH.clear()
+        with suppress(ValueError):  # monitored_barrier before torch 2.14
+            call()
+        assert bool(PLANNED) != bool(BENEATH) or name == "monitored_barrier", (name, PLANNED, BENEATH)
+        found[name] = "by plan" if PLANNED else "beneath"
+    assert found == rows
 
 
 @scenario(4)

@@ -89,9 +89,10 @@ STAGES = {4: (sparse, followed), 2: (hook,)}
 
 
 def played(size: int, folder: Path) -> list[dict[str, Any]]:
-    """What each of so many ranks found, in processes of their own; skips where there is no C++ compiler."""
+    """What each of so many ranks found, in processes of their own; skips without a C++ compiler or CuPy."""
     if not any(shutil.which(name) for name in ("g++", "c++", "clang++")):
         pytest.skip("no C++ compiler (g++, c++ or clang++) to run the kernels on this processor")
+    pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, __file__, str(size), str(folder)],

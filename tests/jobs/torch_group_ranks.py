@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -15,12 +16,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-import collectives.torch  # noqa: F401  # registers the group
+from collectives.torch import ProcessGroupTopoplan
 from tests.support.rank_scenarios import scenario
 from tests.support.torch_scenarios import be_rank, of_all_ranks
 from topoplan.errors import BackendError, UsageError
 
 MOVED = ("int16", "bool", "bfloat16", "float8_e4m3fn", "complex64")
+
+
+def behind_torch() -> bool:
+    """Whether torch's own group stands before the back end: it checks types first, and hides what a work is."""
+    found = not isinstance(dist.group.WORLD, ProcessGroupTopoplan)
+    assert found or not os.environ.get("TOPOPLAN_TEST_BACKEND_BASE"), "the tests are of the other one"
+    return found
 
 
 def column(values: torch.Tensor) -> torch.Tensor:
@@ -63,7 +71,7 @@ def collectives_without_a_plan_take_columns_of_a_matrix() -> None:
         if rank == 0:
             dist.send(x, 1)
         elif rank == 1:
-            assert dist.recv(x) == 0
+            assert dist.recv(x, 0 if behind_torch() else None) == 0
         return x.tolist() if rank < 2 else []
 
     def anded() -> list[int]:
@@ -202,6 +210,21 @@ def arguments_that_do_not_fit_are_the_same_error_on_all_ranks() -> None:
             "RefusedError: rank 0 refused the collective: input lists must be a list of one, got 2",
         ),
         (
+            lambda: dist.all_reduce(ones(8).int(), op=dist.ReduceOp.BAND if one else dist.ReduceOp.SUM),
+            f"{another}op 'band' instead of 'sum'",
+        ),
+        (
+            lambda: dist.broadcast(ones(8).to(torch.float8_e5m2 if one else torch.int8), 0),
+            f"{another}dtype 'float8_e5m2' instead of ",
+        ),
+        (lambda: dist.reduce(ones(8), 1 if one else 0), f"{another}root 1 instead of 0"),
+        (
+            lambda: dist.barrier() if one else dist.all_reduce(ones(8)),
+            f"{another}collective 'barrier' instead of 'allreduce'",
+        ),
+    ]
+    here: list[tuple[Callable[[], object], str]] = [
+        (
             lambda: dist.broadcast(quantized, 0),
             "UsageError: tensor must not be quantized, got quint8; pass its int_repr()",
         ),
@@ -222,24 +245,11 @@ def arguments_that_do_not_fit_are_the_same_error_on_all_ranks() -> None:
             f"{refused}input must be a dense tensor",
         ),
         (
-            lambda: dist.all_reduce(ones(8).int(), op=dist.ReduceOp.BAND if one else dist.ReduceOp.SUM),
-            f"{another}op 'band' instead of 'sum'",
-        ),
-        (
-            lambda: dist.broadcast(ones(8).to(torch.float8_e5m2 if one else torch.int8), 0),
-            f"{another}dtype 'float8_e5m2' instead of ",
-        ),
-        (lambda: dist.reduce(ones(8), 1 if one else 0), f"{another}root 1 instead of 0"),
-        (
-            lambda: dist.barrier() if one else dist.all_reduce(ones(8)),
-            f"{another}collective 'barrier' instead of 'allreduce'",
-        ),
-        (
             lambda: dist.group.WORLD.split_group([0, 7]),  # type: ignore[union-attr]
             "UsageError: new_ranks must be different ranks from 0 to 2, got [0, 7]",
         ),
     ]
-    for call, message in calls:
+    for call, message in [*calls, *([] if behind_torch() else here)]:
         with pytest.raises((UsageError, BackendError)) as error:
             call()
         found = of_all_ranks(f"{type(error.value).__name__}: {error.value}".splitlines()[0])
@@ -295,20 +305,36 @@ def collectives_of_a_block_end_with_it() -> None:
 @scenario(3)
 def a_group_is_split_for_its_members() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
+    world: Any = dist.group.WORLD
 
     def split(named: bool = False) -> None:
         options: dict[str, Any] = {"group_name": "named"} if named else {}
-        group = dist.group.WORLD.split_group([1, 0], **options)  # type: ignore[union-attr]
+        if rank == 2 and behind_torch():
+            with pytest.raises(UsageError, match=r"rank 2 is not among the ranks \[1, 0\] of the new group"):
+                world.split_group([1, 0], **options)
+            return check_usable()
+        group = world.split_group([1, 0], **options)
         assert (group is None) == (rank == 2)
         if group is not None:
-            x = torch.ones(2)
-            dist.all_reduce(x, group=group)
-            dist.broadcast(x, 0, group=group)
-            assert x.tolist() == [2.0, 2.0]
-            assert (group.size(), dist.get_rank(group)) == (2, rank)
+            x = torch.full((2,), float(rank))
+            if behind_torch():  # in the order of the ranks, and not registered
+                group.allreduce([x], dist.AllreduceOptions()).wait()
+                assert group.rank() == 1 - rank
+            else:
+                dist.all_reduce(x, group=group)
+                dist.broadcast(x, 0, group=group)
+                assert dist.get_rank(group) == rank
+            assert x.tolist() == [1.0, 1.0]
+            assert group.size() == 2
             assert (group.group_name == "named") == named
-            dist.destroy_process_group(group)
-        check_usable()
+            planned = ProcessGroupTopoplan.of(group)
+            assert planned is not None
+            assert planned.communicator is not None
+            if behind_torch():
+                group.shutdown()
+            else:
+                dist.destroy_process_group(group)
+        return check_usable()
 
     split()
     if rank == 0:
@@ -318,6 +344,48 @@ def a_group_is_split_for_its_members() -> None:
     x = torch.ones(1)
     dist.all_reduce(x, group=init_device_mesh("cpu", (size, 1), mesh_dim_names=("a", "b")).get_group("a"))
     assert x.tolist() == [3.0]
+    check_usable()
+
+
+@scenario(3)
+def a_work_waits_and_holds_no_host_in_a_stream() -> None:
+    x = torch.ones(2)
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    if not behind_torch():  # whose holder of a work asks its own methods
+        work.block_current_stream()
+        assert work.is_completed()
+        assert work.result()[0].tolist() == [3.0, 3.0]
+        assert work.exception() is None
+    work.wait()
+    assert x.tolist() == [3.0, 3.0]
+    assert work.get_future().done()
+
+
+@scenario(3)
+def remaining_ranks_shrink_the_group() -> None:
+    """`dist.shrink_group` makes the group of the others; torch refuses it for a group that is its own back end."""
+    rank, path = dist.get_rank(), Path(sys.argv[1], "shrunk")
+    if not behind_torch():
+        with pytest.raises(TypeError, match="does not support shrinking"):
+            dist.shrink_group([1])
+        return
+    old: Any = dist.new_group([2, 0, 1])  # rank 1 leaves the group, and stays in the job
+    if rank == 1:
+        while not path.exists():
+            time.sleep(0.01)
+    else:
+        group = dist.shrink_group([1], old)
+        x = torch.full((2,), float(rank))
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [2.0, 2.0]
+        assert (group.size(), group.rank()) == (2, rank // 2)
+        planned = ProcessGroupTopoplan.of(group)
+        assert planned is not None
+        assert planned.communicator is not None
+        assert planned.members == (0, 2)
+        path.touch()
+        dist.destroy_process_group(group)
     check_usable()
 
 
@@ -334,6 +402,10 @@ def abort_wakes_a_wait_with_an_error_that_names_it() -> None:
                 BackendError, match="rank 0 aborted the communicator: its process group was aborted"
             ):
                 wait()
+        planned = ProcessGroupTopoplan.of()
+        assert planned is not None
+        if behind_torch():
+            assert planned.get_error().name == "COMM_ERROR"  # type: ignore[attr-defined]
         Path(sys.argv[1], "aborted").touch()
     while not Path(sys.argv[1], "aborted").exists():
         time.sleep(0.01)

@@ -654,8 +654,8 @@ def unmodified_ddp_trains_under_the_process_group_and_with_the_hook() -> None:
     gloo = collectives_of_torch.results()
     dist.destroy_process_group()
     dist.init_process_group("topoplan", timeout=LIMIT)
-    world = dist.group.WORLD
-    assert isinstance(world, ProcessGroupTopoplan)
+    world = ProcessGroupTopoplan.of()
+    assert world is not None
     ours = trained(wrapped(model(), None, **SMALL))
     assert ours == theirs
     assert dist.get_backend() == "topoplan"
@@ -668,8 +668,9 @@ def unmodified_ddp_trains_under_the_process_group_and_with_the_hook() -> None:
         ones = torch.ones(5)
         dist.all_reduce(ones, group=group)
         assert ones.unique().tolist() == [2.0]
-        assert isinstance(group, ProcessGroupTopoplan)
-        assert group.communicator is not None
+        planned = ProcessGroupTopoplan.of(group)
+        assert planned is not None
+        assert planned.communicator is not None
     assert world.communicator is not None
     assert sum(world.communicator.bytes_sent().values()) > 0
     dist.barrier()
@@ -679,7 +680,7 @@ def unmodified_ddp_trains_under_the_process_group_and_with_the_hook() -> None:
 @scenario(2)
 def collectives_without_a_plan_have_another_nccl_group_and_overtake_nothing() -> None:
     """Each group is called by one thread, and plans begin with an allreduce of all ranks."""
-    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed import PrefixStore
 
     from collectives.backends.torch.group_messages import NcclMessages
     from collectives.backends.torch.process_groups import carrier_of
@@ -713,7 +714,7 @@ def collectives_without_a_plan_have_another_nccl_group_and_overtake_nothing() ->
             lambda group, timeout: NcclMessages(carrier_of(group), torch.device("cpu"), timeout=timeout),
         )
         dist.init_process_group("topoplan", timeout=LIMIT)
-        world: Any = dist.group.WORLD
+        world: Any = ProcessGroupTopoplan.of()
         dist.all_reduce(torch.ones(3))
         world.served = "cpu:gloo,cuda:nccl"  # so what is not by plan is run as NCCL's
         first = world.carrier.calls[0][0]

@@ -112,6 +112,7 @@ def stream(stream: Stream) -> Iterator[None]:
 def install(patch: pytest.MonkeyPatch) -> Recorded:
     """Put the streams into `torch.cuda`; the tensors that are recorded for a stream."""
     recorded: Recorded = []
+    patch.setattr(torch.version, "cuda", None)  # the stand-in for CuPy has the CUDA of any torch
     patch.setattr(torch.cuda, "Stream", Stream)
     patch.setattr(torch.cuda, "Event", Event)
     patch.setattr(torch.cuda, "current_stream", current_stream)

@@ -18,6 +18,19 @@ from tests.support.ports import free_port
 Told = list[dict[str, Any]]  # the object of each rank that has written one, in their order
 
 
+def name_backend_base() -> None:
+    """Give torch's base of Python back ends the name of newer releases, if TOPOPLAN_TEST_BACKEND_BASE is set.
+
+    torch 2.14 has the class and not the name, so its groups are `PlannedProcessGroup`; with the name the same tests run
+    on `PlannedBackend`. Call it before anything imports `collectives.torch`.
+    """
+    if os.environ.get("TOPOPLAN_TEST_BACKEND_BASE"):
+        import torch.distributed as dist
+
+        if not hasattr(dist, "BackendBase"):
+            dist.BackendBase = dist.distributed_c10d.C10DBackend  # type: ignore[attr-defined]
+
+
 def told_by_all(
     program: str, folder: Path, *, ranks: int, plan: str | None = None, killed: tuple[int, ...] = ()
 ) -> Told:

@@ -175,24 +175,24 @@ def backend_of(
     """
     served = devices_of(group)
     kinds = agreed_engine(gather, engine, exact, served)
-    members = GroupMembers(gather, dist.get_rank(group), dist.get_world_size(group), timeout)
+    members = GroupMembers(gather, group.rank(), group.size(), timeout)
     found: Backend[Any] | None = None
     if kinds == {"cpu"}:
         found = memory_or_tcp_backend(members) if shared else None
         if found is not None:
             return found
-        over_gloo = TorchBackend(group, timeout=timeout)
+        over_gloo = TorchBackend(group, timeout=timeout, served=served)
         if not shared:  # otherwise connections failed, which survivors would need for their rendezvous
             over_gloo.meet_survivors(own_address())
         return over_gloo
     # if all tensors are on GPUs, the group's own NCCL is not needed
-    messages = TorchBackend(group, timeout=timeout) if "cpu" in kinds else None
+    messages = TorchBackend(group, timeout=timeout, served=served) if "cpu" in kinds else None
     try:
         devices = [device_of(kind) for kind in served]
         found, about = window_backend(members, devices, messages, engine=engine, exact=exact)
         if found is not None:
             return found
-        messages = messages or TorchBackend(group, timeout=timeout)
+        messages = messages or TorchBackend(group, timeout=timeout, served=served)
     except BaseException:
         if messages is not None:
             messages.close()

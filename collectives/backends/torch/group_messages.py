@@ -272,7 +272,7 @@ class NcclMessages:
 
 def abort(group: dist.ProcessGroup, device: torch.device) -> None:
     """Abort a group's NCCL communicator on this rank, and no other library of the group."""
-    nccl = group._get_backend(device)
+    nccl = (getattr(group, "get_backend", None) or group._get_backend)(device)  # public from torch 2.14 on
     # releases of torch differ in its name
     name = next((name for name in ("abort", "_abort", "_shutdown") if hasattr(nccl, name)), "shutdown")
     getattr(nccl, name)()

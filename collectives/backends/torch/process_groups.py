@@ -22,10 +22,10 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from collectives.peers.address import address_of_interface, resolve_host
@@ -139,7 +139,7 @@ def make_group(*, timeout: float) -> None:
         ) from error
 
 
-def _store_of_next_group(rank: int, size: int, timeout: timedelta) -> Store:
+def _store_of_next_group(rank: int, size: int, timeout: timedelta) -> dist.Store:
     """Return the part of the job's store for the next group.
 
     The store outlives a group that is destroyed, and so do the addresses that its ranks have put there. Each rank's
@@ -149,20 +149,29 @@ def _store_of_next_group(rank: int, size: int, timeout: timedelta) -> Store:
     _STORES[:] = [made]
     made.set_timeout(timeout)
     number = made.add(f"topoplan/groups of rank {rank}", 1)
-    return PrefixStore(f"topoplan/group {number}", made)
+    return dist.PrefixStore(f"topoplan/group {number}", made)
 
 
-_STORES: list[Store] = []
+_STORES: list[dist.Store] = []
 """Keeps the server that rank 0 may have in this process for ranks that have yet to join the next group."""
 
 
-def gloo_over(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+def gloo_over(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Return a group of gloo alone, for tensors on the CPU, whose ranks find each other over a store."""
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+    if hasattr(dist, "BackendBase"):  # the back end has all of a group's methods by their public names
+        return cast("dist.ProcessGroup", gloo)
+    return grouped(store, rank, size, cpu=gloo)
+
+
+def grouped(store: dist.Store, rank: int, size: int, **backends: Any) -> dist.ProcessGroup:
+    """Return a group without a name in torch, of a back end for each kind of device; the first is the default."""
     kind = dist.ProcessGroup.BackendType
+    kinds = {"cpu": kind.GLOO, "cuda": kind.NCCL}
     group = dist.ProcessGroup(store, rank, size)
-    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
-    group._set_default_backend(kind.GLOO)
-    group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
+    group._set_default_backend(kinds[next(iter(backends))])
+    for device, backend in backends.items():
+        group._register_backend(torch.device(device), kinds[device], backend)
     return group
 
 
@@ -175,11 +184,13 @@ def gloo_among(gather: Gather, *, rank: int, size: int, local: str, timeout: flo
     limit = timedelta(seconds=timeout)
     try:
         store = (
-            TCPStore(local, 0, is_master=True, wait_for_workers=False, timeout=limit) if rank == 0 else None
+            dist.TCPStore(local, 0, is_master=True, wait_for_workers=False, timeout=limit)
+            if rank == 0
+            else None
         )
         host, port = json.loads(gather("" if store is None else json.dumps([local, store.port]))[0])
         if store is None:
-            store = TCPStore(host, port, is_master=False, timeout=limit)
+            store = dist.TCPStore(host, port, is_master=False, timeout=limit)
         return gloo_over(store, rank, size, limit)
     except RuntimeError as error:
         raise BackendError(
@@ -204,7 +215,7 @@ def own_address() -> str:
 def devices_of(group: dist.ProcessGroup) -> dict[str, str]:
     """Return the library that serves each kind of device in a group: gloo for cpu, nccl for cuda."""
     # a group that wraps others has its own attribute; torch knows only its name
-    config = getattr(group, "served", None) or dist.get_backend_config(group)
+    config = getattr(wrapping(group), "served", None) or dist.get_backend_config(group)
     pairs = (pair.split(":") for pair in config.split(",") if ":" in pair)
     served = {device: library for device, library in pairs if (device, library) in SERVED}
     if not served:
@@ -214,8 +225,23 @@ def devices_of(group: dist.ProcessGroup) -> dict[str, str]:
 
 def carrier_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return the group of NCCL's messages: a group that wraps others names it."""
-    found: dist.ProcessGroup = getattr(group, "carrier", group)
+    found: dist.ProcessGroup = getattr(wrapping(group), "carrier", group)
     return found
+
+
+def wrapping(group: Any) -> Any:
+    """Return what wraps inner groups in a group: the group itself, or its back end if Python defines that; else group.
+
+    The debug wrapper of torch (TORCH_DISTRIBUTED_DEBUG=DETAIL) is looked through.
+    """
+    if not hasattr(group, "served"):
+        for device in ("cpu", "cuda"):
+            with suppress(RuntimeError, AttributeError):  # no such device, or a torch without such back ends
+                found = group.get_backend(torch.device(device))
+                found = getattr(found, "wrapped_pg", found)
+                if hasattr(found, "served"):
+                    return found
+    return group
 
 
 def own_group(group: dist.ProcessGroup, *, timeout: float) -> dist.ProcessGroup | None:

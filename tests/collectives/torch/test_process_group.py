@@ -1,0 +1,55 @@
+"""The process group "topoplan": how torch finds it, and which face it has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from importlib.metadata import entry_points
+
+import pytest
+
+from tests.support.checkout import ROOT
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+dist = torch.distributed
+
+GROUP = "torch.distributed.backends"
+
+
+def test_the_entry_point_names_what_registers_the_back_end() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    module, _, name = project["entry-points"][GROUP]["topoplan"].partition(":")
+    getattr(import_module(module), name)()
+    assert dist.is_backend_available("topoplan")
+    assert dist.Backend.backend_capability["topoplan"] == ["cpu", "cuda"]
+
+
+def test_a_group_is_its_own_back_end_where_python_cannot_define_one() -> None:
+    from collectives.torch import ProcessGroupTopoplan
+    from collectives.torch.process_group import PlannedBackend, PlannedProcessGroup, make_back_end
+
+    options = dist.distributed_c10d._DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size = dist.HashStore(), 0, 1
+    made = make_back_end(options)
+    expected = PlannedBackend if hasattr(dist, "BackendBase") else PlannedProcessGroup
+    assert type(made) is expected
+    assert isinstance(made, ProcessGroupTopoplan)
+    assert (made.rank(), made.size(), made.members, made.served) == (0, 1, (0,), "cpu:gloo")
+    made.shutdown()
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(
+    not hasattr(dist, "get_backend_impl") or "topoplan" not in entry_points(group=GROUP).names,
+    reason="needs torch 2.14 and an installed topoplan with its entry point",
+)
+def test_a_program_needs_no_import_of_ours() -> None:
+    program = (
+        "import torch.distributed as dist; "
+        "dist.init_process_group('topoplan', store=dist.HashStore(), rank=0, world_size=1); "
+        "print(dist.get_backend())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["topoplan"]
