@@ -244,7 +244,7 @@ def test_a_pair_on_which_no_copy_ends_reads_and_writes_nothing_of_each_other(sma
         for peer in set(range(4)) - {rank}:
             there = traffic[rank][f"arena of rank {peer}"]
             used = (there.read, there.written) != (0, 0)
-            assert used == ({rank, peer} in ({0, 2}, {1, 3}, {2, 3}))
+            assert used == ({rank, peer} != {1, 2})
 
 
 @pytest.mark.parametrize("domains", [(0, 0, 0, 1, 1, 1), (0,) * 6], ids=["messages", "stores"])

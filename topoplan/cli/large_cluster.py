@@ -22,10 +22,11 @@ from topoplan.cli.output import (
 )
 from topoplan.cli.plan_cluster import large_cluster, operation_words, root_rank
 from topoplan.cli.simulate import NCCL, TIMES, Times, verdict
-from topoplan.cli.sources import MACHINE_OPTIONS, read_by_kind, read_plan_text
+from topoplan.cli.sources import MACHINE_OPTIONS, is_plan, read_by_kind, read_plan_text
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.fabric import channel_words
+from topoplan.machine.topology import Topology
 from topoplan.model.expected_times import NcclTime
 from topoplan.model.kind_dataflow import KindClock
 from topoplan.model.times_by_size import row
@@ -44,23 +45,15 @@ EQUAL = 1e-6
 
 
 def requested_plan(options: argparse.Namespace, listed_only: Sequence[str] = ()) -> PlanByKind | None:
-    """Return the plan of the file or of the large cluster that the options name; None for all that is listed.
+    """Return the plan of the large cluster that the options name; None for all that is listed, or a plan.
 
-    A plan, or its file, is verified first. ``listed_only`` are the command's options that need a list.
+    ``listed_only`` are the command's options that need a list.
     """
     if any(getattr(options, name) not in (None, False) for name in (*LISTED_ONLY, *listed_only)):
         return None
     path = options.topo
-    if isinstance(path, PlanByKind):
-        verify_by_kind(path)
-        return path
-    if isinstance(path, str) and Path(path).is_file():
-        text = read_plan_text(path)
-        made = read_by_kind(text, path) if '"templates"' in text else None
-        if made is not None:
-            refuse_beside(options, "a plan file, which has settled it", dict.fromkeys(MACHINE_OPTIONS))
-            verify_by_kind(made)
-            return made
+    if not isinstance(path, (str, Topology)) or _text_of_plan(path) is not None:
+        return None
     cluster = large_cluster(options, ())
     if cluster is None:
         return None
@@ -75,6 +68,27 @@ def requested_plan(options: argparse.Namespace, listed_only: Sequence[str] = ())
             )
     except InfeasibleError:
         return None
+
+
+def given_plan(options: argparse.Namespace) -> PlanByKind | None:
+    """Return the plan by kind that TOPO is, or names as a file, once it is verified; None for all else."""
+    path: object = options.topo
+    made = path if isinstance(path, PlanByKind) else None
+    if made is None:
+        text = _text_of_plan(path)
+        made = None if text is None else read_by_kind(text, str(path))
+    if made is not None:
+        refuse_beside(options, "a plan file, which has settled it", dict.fromkeys(MACHINE_OPTIONS))
+        verify_by_kind(made)
+    return made
+
+
+def _text_of_plan(path: object) -> str | None:
+    """Return the text of a plan file; None for all else."""
+    if not isinstance(path, str) or not Path(path).is_file():
+        return None
+    text = read_plan_text(path)
+    return text if is_plan(text) else None
 
 
 def nccl_setting(cluster: ClusterByKind) -> NcclSetting | None:

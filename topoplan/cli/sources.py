@@ -170,7 +170,7 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plans | Topology:
     if options.topo in library() or (options.topo != "-" and (path.is_dir() or not path.exists())):
         return read_topology(options)
     text = read_plan_text(options.topo)
-    if text.lstrip().startswith("{") and _PLAN_FORMAT.search(text):
+    if is_plan(text):
         refuse_beside(options, "a plan file, which has settled it", dict.fromkeys(MACHINE_OPTIONS))
         return _verified(parse_claimed_plan(text, options.topo), options.topo)
     where = _place_words(options.topo)
@@ -179,6 +179,11 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plans | Topology:
     folder = "" if options.topo == "-" else str(path.parent)
     machine = load_text(text, where, Path(where).stem, folder=folder, **_load_options(options))
     return printable_machine(machine)
+
+
+def is_plan(text: str) -> bool:
+    """Return whether the text of a file is a plan."""
+    return text.lstrip().startswith("{") and _PLAN_FORMAT.search(text) is not None
 
 
 def parse_claimed_plan(text: str, path: str) -> Plans:
