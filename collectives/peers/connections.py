@@ -430,7 +430,11 @@ class Listener:
                 continue
             if oldest is not None:
                 oldest[0].reset(f"{STRANGERS} others came after it")
-            connection = Connection(accepted, listener=self)
+            try:
+                connection = Connection(accepted, listener=self)
+            except OSError:  # a socket that has been reset takes no options on macOS
+                accepted.close()
+                continue
             self._strangers[connection] = time.monotonic()
             connection._register()
 

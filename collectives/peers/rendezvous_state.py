@@ -42,6 +42,7 @@ ANNOUNCED = ("general", "ports", "links", "meets", "survivors")
 """Fields of a hello that all ranks get, for `collectives.backends.tcp`."""
 
 ANSWER_SECONDS = 1.0  # time in which a rank that is not stopped answers what it waits for
+PROMPT_SECONDS = 0.1  # time in which an answer shows that a machine ran while its link was probed
 LOOK_SECONDS = 0.05  # interval of the checks whether silent ranks are stopped
 FANOUT = 64  # ranks that get the announcements of all ranks from one
 Post = tuple[int, Message]  # a rank, and a message for it
@@ -135,11 +136,11 @@ class RendezvousState:
                 step=message["step"],
                 links=message.get("links", []),
             )
-        if kind in ("stall", "lost"):
+        if kind in ("stall", "lost") and self.complete:
             return self._inquire(rank, message, now)
         if kind == "pong" and self._asking:
             self._answers[rank] = _waiting(message)
-            found = self._attribute_to_links()
+            found = self._attribute_to_links(now)
             if found or len(self._answers) < self.size - len(self.gone):
                 return found
             return self._attribute()
@@ -310,13 +311,19 @@ class RendezvousState:
         self.deadline = now + LOOK_SECONDS
         return [post for post in self._everyone({"type": "ping"}) if post[0] != rank]
 
-    def _attribute_to_links(self) -> list[Post]:
-        """Fail with the lost links whose other ends have answered; nothing without such links."""
+    def _attribute_to_links(self, now: float) -> list[Post]:
+        """Fail with the lost links whose other ends have answered; nothing without such links.
+
+        An answer that is late may come from a machine that stood still while it was probed: the report must come again.
+        """
         if self._lost is None:
             return []
         rank, links = self._lost
         cut = sorted(link for link in links if self._answers.keys() >= {link[0], link[1]})
         if not cut:
+            return []
+        if now > self._answers_by - ANSWER_SECONDS + PROMPT_SECONDS:
+            self._lost, self.deadline = None, self.deadline if self._stalled else None
             return []
         peer = cut[0][0] if cut[0][0] != rank else cut[0][1]
         others = f", nor do {len(cut) - 1} more links" if len(cut) > 1 else ""

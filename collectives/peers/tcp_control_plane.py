@@ -169,12 +169,13 @@ class TcpControlPlane(ControlPlane):
 
         until = time.monotonic() + SOURCE_SECONDS
         try:
+            where = Endpoint.named(source["links"], self._key)
             made = socket.create_connection((source["general"], source["port"]), SOURCE_SECONDS)
-        except OSError:
+        except (OSError, ValueError, TypeError, OverflowError):  # the fields are another rank's
             return None
         connection = Connection.dial(
             made,
-            *Endpoint.named(source["links"], self._key),
+            *where,
             receive=lambda messages: note(answers, *messages),
             ended=lambda error: note(ended, error),
             failed=lambda error: note(ended, error),

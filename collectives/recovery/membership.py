@@ -35,6 +35,7 @@ from collectives.recovery.survivors import (
     RecoveryState,
     checked_ranks,
     describe_replan,
+    known_wires,
     link_name,
     recover,
     recover_in_process,
@@ -406,7 +407,7 @@ class CommunicatorMembers:
         """Return the links of the plan's machine that carry nothing, by an error."""
         plan, wires = self.plans.plans[-1], self.execution.backend.wires
         links = () if error is None else error.links
-        names = {link_name(plan, link, wires.get(link, ())) for link in links if link in wires}
+        names = {link_name(plan, link, wires[link]) for link in links if link in known_wires(plan, wires)}
         return sorted(name for name in names if name is not None)
 
     def _watch_links(self) -> None:
@@ -414,7 +415,8 @@ class CommunicatorMembers:
         execution = self.now
         if self.repeats and execution is not None and execution.backend.wires:
             wires = execution.backend.wires
-            execution.backend.watch(replaceable_links(self.plans.plans[-1], wires))
+            plan = self.plans.plans[-1]
+            execution.backend.watch(replaceable_links(plan, known_wires(plan, wires)))
 
     def _state(self, progress: RecoveryProgress | None = None) -> RecoveryState:
         """Return the state of this process for a recovery."""

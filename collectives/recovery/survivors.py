@@ -233,6 +233,13 @@ def link_name(plan: Plan, queue: tuple[int, int, str], route: Sequence[str] = ()
     return "-".join(*pairs) if len(pairs) == 1 else None
 
 
+def known_wires(
+    plan: Plan, wires: Mapping[tuple[int, int, str], tuple[str, ...]]
+) -> dict[tuple[int, int, str], tuple[str, ...]]:
+    """Return the wires between ranks of a plan: a file may list those of a larger job."""
+    return {queue: route for queue, route in wires.items() if max(queue[:2]) < len(plan.vertices)}
+
+
 def replaceable_links(
     plan: Plan, wires: Mapping[tuple[int, int, str], Sequence[str]]
 ) -> dict[tuple[int, int, str], str]:

@@ -41,7 +41,7 @@ from typing import Any
 from collectives.backends.backend import LinkShare, LinkUse
 from collectives.backends.tcp.link_probe import LinkEnds
 from collectives.peers.address import RETRY_SECONDS
-from collectives.peers.connections import Connection, Endpoint, Listener, Message
+from collectives.peers.connections import NO_DESCRIPTORS, Connection, Endpoint, Listener, Message
 from collectives.tables.transfer_table import EdgeStream, TransferTable
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.fabric import CHANNEL_LINKS, Fabric
@@ -296,9 +296,9 @@ def connect(
         left = max(until - time.monotonic(), RETRY_SECONDS)
         try:
             made = socket.create_connection(destination, answers_within or left, source)
-        except ConnectionRefusedError:
-            raise
         except OSError as error:
+            if isinstance(error, ConnectionRefusedError) or error.errno in NO_DESCRIPTORS:
+                raise
             raise LinkLostError(error.strerror or str(error)) from error
         made.settimeout(None)
         tune(made)
@@ -537,8 +537,9 @@ class TcpConnections:
             self._closed = True
         for listener in self._listeners.values():
             listener.leave(self._endpoint)
+        until = time.monotonic() + LINGER_SECONDS
         for asking in list(self._asking):
-            asking.close(LINGER_SECONDS)
+            asking.close(max(0.0, until - time.monotonic()))
         kept = (self.outgoing, self.incoming, self.barrier_out, self.barrier_in)
         for connection in [connection for some in kept for connection in some.values()]:
             # closing alone does not end the connection while a forked process has it too
@@ -620,12 +621,14 @@ class TcpConnections:
 
     def _take_request(self, connection: Connection) -> None:
         """Send a rank the announcements of all ranks, once they are known."""
+
+        def end(_: object) -> None:
+            """Forget a rank that has nothing more to say."""
+            self._asking.pop(connection, None)
+            connection.close()
+
         connection.admit()
-        connection.start(
-            lambda messages: connection.close(),  # it has nothing more to say
-            lambda error: self._asking.pop(connection, None),
-            self._failed,
-        )
+        connection.start(end, end, self._failed)
         with self._lock:
             closed, announced = self._closed, self._announced
             self._asking[connection] = None

@@ -15,6 +15,7 @@ end has none. The state of an interface is that of the first cable only.
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import struct
 import time
@@ -108,7 +109,10 @@ class LinkProbes:
             trial.waited += min(now - trial.looked, LOOK_SECONDS)
         trial.looked = now
         if len(trial.probes) < PROBES:
-            trial.probes.append(_probe(*self._ends_of(name)))
+            with contextlib.suppress(
+                OSError
+            ):  # this process has no descriptors left, and says nothing of the link
+                trial.probes.append(_probe(*self._ends_of(name)))
         return trial.waited >= limit
 
 
@@ -125,13 +129,14 @@ def _probe(leaves: str | None, reaches: tuple[str, int]) -> socket.socket:
 
 
 def _answered(probes: Collection[socket.socket]) -> bool:
-    """Return whether the other end has taken a connection.
+    """Return whether the system at the other end has answered: it has taken a connection, or refused one.
 
     One that it refuses has no listener any more: its rank has ended, which its other connections tell.
     """
-    taken = False
+    answered = False
     for probe in probes:
+        answered |= probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED
         with contextlib.suppress(OSError):
             probe.getpeername()
-            taken = True
-    return taken
+            answered = True
+    return answered

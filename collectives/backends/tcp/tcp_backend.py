@@ -86,6 +86,9 @@ REPORT_SECONDS, TRIES = 0.1, 3
 """Seconds between two reports of a link that does not answer, and for an answer to the opening of a watched link; how
 many of these must fail."""
 
+UNKNOWN_SECONDS = 1.0
+"""Time for an answer over links of whose packets the system says nothing."""
+
 LATE = 0.02
 """Seconds after which a rank that waits in the barrier notifies the rendezvous."""
 
@@ -442,7 +445,7 @@ class TcpBackend(OneRank):
         ):
             came = self._network.arrivals([link for link in self._cables if self._cables[link] == cable])
             if all(one.since > SILENT_SECONDS for one in came):
-                asked[cable] = max((one.answer for one in came), default=0.0)
+                asked[cable] = max((one.answer for one in came), default=UNKNOWN_SECONDS)
         lost = probes.unanswered(asked)
         now = time.monotonic()
         if lost and now - self._lost_at > REPORT_SECONDS:
@@ -712,20 +715,25 @@ class TcpBackend(OneRank):
 
     def _open_link(self, link: Queue) -> None:
         """Open a link from this rank; report one that is watched after `TRIES`, and try on until the timeout."""
+        if link not in self._cables:
+            self._network.open(link, self._timeout)
+            return
         until, tries = time.monotonic() + self._timeout, 0
-        while link in self._cables and (began := time.monotonic()) < until:
+        while True:
+            began = time.monotonic()
             try:
                 self._network.open(link, self._timeout, answers_within=REPORT_SECONDS)
                 return
             except LinkLostError:
                 tries += 1
+                if began >= until:
+                    raise
             if tries >= TRIES:
                 self._world.report_lost([link])
             time.sleep(max(0.0, began + REPORT_SECONDS - time.monotonic()))
             failure = self._world.trouble()
             if failure is not None:
                 raise failure
-        self._network.open(link, self._timeout)
 
     @contextlib.contextmanager
     def _reporting_failures(self) -> Iterator[None]:

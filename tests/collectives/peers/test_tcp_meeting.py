@@ -965,6 +965,27 @@ def test_a_link_to_a_rank_that_is_paused_has_not_failed() -> None:
     assert dict(hub.receive(1, PONG, 11.31))[2]["links"] == [list(link(0, 1))]
 
 
+def test_a_late_answer_does_not_condemn_a_link() -> None:
+    """The machine may have stood still while its link was probed; the report comes again, and is asked about again."""
+    hub, _ = lost_link(set())
+    assert hub.receive(1, PONG, 10.2) == []
+    assert hub.verdict is None
+    assert len(hub.receive(0, {**PONG, "type": "lost", "links": [list(link(0, 1))]}, 10.3)) == 2
+    assert dict(hub.receive(1, PONG, 10.31))[2]["links"] == [list(link(0, 1))]
+
+
+def test_reports_before_all_ranks_have_come_are_not_heard() -> None:
+    """The ranks that are missing have said nothing yet, so the rendezvous goes on to wait for them."""
+    hub = RendezvousState(3, stopped=lambda hello: False)
+    hub.join(hello_of(0, 3), 0.0)
+    for report in ({"links": [list(link(0, 1))]}, {"timeout": 1.0}):
+        kind = "lost" if "links" in report else "stall"
+        assert hub.receive(0, {**PONG, "type": kind, **report}, 0.1) == []
+    assert hub.receive(0, PONG, 0.2) == []
+    told = dict(hub.tick(1e9))
+    assert "only 1 of 3 ranks came, not" in told[0]["message"]
+
+
 def test_a_stall_beside_a_lost_link_is_answered_as_without_it() -> None:
     hub, _ = lost_link(set())
     assert hub.receive(2, {**PONG, "type": "stall", "timeout": 1.0, "idle": 2.0}, 10.02) == []

@@ -12,7 +12,14 @@ import topoplan
 from collectives import Communicator
 from collectives.backends.loopback.paced_loopback import PacedLoopback
 from collectives.recovery import survivors
-from collectives.recovery.survivors import JoinSettings, Membership, RecoveryState, recover
+from collectives.recovery.survivors import (
+    JoinSettings,
+    Membership,
+    RecoveryState,
+    known_wires,
+    recover,
+    replaceable_links,
+)
 from tests.support.tcp_jobs import METHODS, call, given_to
 from topoplan.errors import BackendError, InfeasibleError, UsageError
 from topoplan.machine.variants import slow_links, without_links
@@ -204,3 +211,13 @@ def test_what_the_book_has_no_plan_for_is_planned(book: topoplan.SurvivalPlans) 
         assert comm.plan is book
         comm.replan(slow_links={"gpu0-gpu3": 5})
         assert comm.all_reduce([np.ones(3)] * 8)[6].tolist() == [8, 8, 8]
+
+
+def test_wires_of_ranks_beyond_the_plan_are_left_out() -> None:
+    """One wires file may serve several jobs."""
+    ring = topoplan.plan(topoplan.load("mac-tb5-ring-x4"))
+    wires: dict[tuple[int, int, str], tuple[str, ...]] = {
+        (a, b, "network"): () for a in range(8) for b in range(8) if (a - b) % 8 in (1, 7)
+    }
+    assert len(known_wires(ring, wires)) == 6
+    assert replaceable_links(ring, known_wires(ring, wires)) == {}
