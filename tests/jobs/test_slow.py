@@ -16,6 +16,7 @@ from collectives.backends.tcp import connections
 from collectives.backends.tcp import tcp_backend as tcp
 from collectives.backends.tcp.connections import Queue, link_rates, tune
 from collectives.backends.tcp.tcp_backend import TcpBackend
+from collectives.peers.connections import Connection, Message
 from collectives.recovery.link_monitor import JUDGEMENT_CALLS, SlowLink, SlowRank
 from tests.support.job_meeting import in_shared_memory
 from tests.support.tcp_jobs import backends_in_threads
@@ -47,7 +48,14 @@ def left(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], float]:
 
 
 def connect_with_short_packets(
-    destination: tuple[str, int], *, leaves: str | None = None, timeout: float = 30.0
+    destination: tuple[str, int],
+    card: str,
+    key: bytes,
+    first: Message,
+    *,
+    leaves: str | None = None,
+    timeout: float = 30.0,
+    answers_within: float | None = None,
 ) -> socket.socket:
     """As `connect`: a pace holds up no packet that is alone, and loopback's are as long as a chunk."""
     made = socket.socket()
@@ -56,7 +64,7 @@ def connect_with_short_packets(
     made.connect(destination)
     made.settimeout(None)
     tune(made)
-    return made
+    return Connection.to(made, card, key, first, timeout=timeout)
 
 
 def falls(

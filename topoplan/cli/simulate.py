@@ -388,6 +388,8 @@ def _baseline(plan: Plans) -> tuple[Plan | None, tuple[str, ...]]:
         )
     try:
         if is_apple(map(plan.topology.device, plan.ranks)):
+            if plan.collective not in SCHEDULES["jaccl"].collectives:
+                return None, ("JACCL has no schedule to compare with",)
             made = SCHEDULES["jaccl"].make(plan.topology, plan.collective, root=plan.root)
         else:
             made = ring_plan(plan.topology, plan.collective, root=plan.root)

@@ -209,7 +209,8 @@ def access_labels(fabric: Fabric) -> dict[int, tuple[Any, ...]]:
         for one in range(len(members)):
             alike = (other for other in range(one) if _same_access(table, one, other))
             first.append(next(alike, one))
-        key = tuple(map(tuple, table))
+        # Where switches join servers, a permutation may mix the GPUs of two: the server is part of the label.
+        key = (transit.servers[fabric.vertices[members[0]]], *map(tuple, table))
         label |= {vertex: ("access", first[place], key) for place, vertex in enumerate(members)}
     for node, name in enumerate(fabric.nodes[len(fabric.vertices) :], start=len(fabric.vertices)):
         if name in transit.hosts:

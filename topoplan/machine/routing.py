@@ -122,10 +122,15 @@ class Transit:
 
         Transit through a third server is not judged here (`foreign`).
         """
-        if (route[0], route[-1]) in self.refused and self.hosts.isdisjoint(route[1:-1]):
-            return (
-                f"needs peer access from {route[0]} to {route[-1]}, which is refused; lead it through a CPU"
-            )
+        start = 0
+        for stop in range(1, len(route)) if self.refused else ():
+            # a GPU or helper on the way stores and forwards
+            if stop < len(route) - 1 and route[stop] not in self.vertices:
+                continue
+            one, other = route[start], route[stop]
+            if (one, other) in self.refused and self.hosts.isdisjoint(route[start + 1 : stop]):
+                return f"needs peer access from {one} to {other}, which is refused; lead it through a CPU"
+            start = stop
         for before, part, after in zip(route, route[1:], route[3:], strict=False):
             if part in self.halves and before not in self.halves and whole_name(before) == whole_name(after):
                 return f"turns around between {before} and {after}; a staged copy passes the CPU"

@@ -72,7 +72,8 @@ def _pcie_faults(server: Topology, found: Resemblance) -> list[Fault]:
             back = have.get((dst, src))
             best = max(link.bandwidth, back.bandwidth if back else 0.0, rate or 0.0)
             wanted |= {
-                (a, b): Link(a, b, link.channel, best, link.count) for a, b in ((src, dst), (dst, src))
+                (a, b): Link(a, b, link.channel, best, link.count, shared=link.shared)
+                for a, b in ((src, dst), (dst, src))
             }
         faults += compared(have, wanted)
     return faults

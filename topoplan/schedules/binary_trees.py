@@ -25,7 +25,7 @@ from fractions import Fraction
 from functools import partial
 from itertools import pairwise
 
-from topoplan.errors import InfeasibleError, UsageError, warning
+from topoplan.errors import InfeasibleError, PlanError, UsageError, warning
 from topoplan.machine.cables import cabled_nics
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.hardware import is_apple
@@ -191,7 +191,13 @@ def _nccl_plan(
     if fabric.size == 1:
         return trivial_plan(fabric, asked.collective, root=None, method=kind)
     shards = tuple(shards_of(ServerChannels(fabric), asked.collective))
-    return bounded_plan(fabric, asked.collective, shards, kind).timed(time.perf_counter() - started)
+    try:
+        made = bounded_plan(fabric, asked.collective, shards, kind)
+    except PlanError as error:
+        if not fabric.barred:
+            raise
+        raise InfeasibleError(f"some GPUs are refused peer access: {error}") from error
+    return made.timed(time.perf_counter() - started)
 
 
 nccl_tree = partial(_nccl_plan, TREE)

@@ -227,7 +227,8 @@ def setting_by_kind(cluster: ClusterByKind) -> NcclSetting | None:
     None if its servers are of several kinds, or a leaf, pod or rail carries less than its NICs. Errors as `setting_of`.
     """
     network = cluster.network
-    kinds = {kind for kind, count in cluster.runs if count}
+    used = [kind for kind, count in cluster.runs if count]
+    kinds = {next(one for one in used if cluster.kinds[one] == cluster.kinds[kind]) for kind in used}
     thin = max(network.oversubscription or 1, network.pod_oversubscription or 1) > 1
     if len(kinds) > 1 or thin or cluster.uplinks:
         return None

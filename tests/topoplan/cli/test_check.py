@@ -160,7 +160,11 @@ def test_this_machine_is_checked_without_a_name(
 
 
 SOUND = ("dgx1p", "dgx1v", "dgx2", "dgx_a100", "dgx_h100", "pcie_box", "hidden_switch")
-AMISS = {"one_mig": ["MIG"], "lost_gpu": ["told", "told"], "refused_p2p": ["link missing"]}
+AMISS = {
+    "one_mig": ["MIG"],
+    "lost_gpu": ["told", "told"],
+    "refused_p2p": ["link missing", *["no peer access"] * 2],
+}
 """MIG mode, a GPU that does not answer, and a link that may not be used."""
 
 

@@ -18,7 +18,7 @@ from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import keeps_wires
 from topoplan.machine.host_topology import both_ways
-from topoplan.machine.routing import refused_pairs
+from topoplan.machine.routing import Transit, refused_pairs
 from topoplan.machine.topology import Device, Link, Topology, facts
 from topoplan.plans.plan import Plan
 
@@ -281,3 +281,23 @@ def test_mscclpp_states_the_rate_of_the_access_that_it_takes() -> None:
     assert quick.notes[0].startswith("keeps 156 GB/s, all of the rate")
     reads = execution_plan(topoplan.plan(accessed(52, 2.6), "reduce_scatter"))
     assert any("pulled at 2.6 of 52 GB/s" in note for note in reads.notes)
+
+
+def test_a_route_through_a_gpu_needs_the_access_of_each_of_its_copies() -> None:
+    """The GPU on the way stores and forwards, so each part of the route is a copy of its own."""
+    machine = Topology(
+        "three",
+        (
+            *(Device(f"gpu{n}", "gpu", facts=facts(refused="gpu1") if n == 0 else ()) for n in range(3)),
+            Device("nvswitch0", "nvswitch"),
+        ),
+        tuple(
+            Link(*ends, "nvlink", 25.0)
+            for n in range(3)
+            for ends in ((f"gpu{n}", "nvswitch0"), ("nvswitch0", f"gpu{n}"))
+        ),
+    )
+    transit = Transit.of(machine)
+    way = ("gpu2", "nvswitch0", "gpu0", "nvswitch0", "gpu1")
+    assert "needs peer access from gpu0 to gpu1" in transit.unable(way)
+    assert transit.unable(("gpu0", "nvswitch0", "gpu2", "nvswitch0", "gpu1")) == ""
