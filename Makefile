@@ -14,7 +14,7 @@ COLLECT := $(BIN)/python -m pytest -qq --collect-only > /dev/null
 # Compile modules once: the tests start many processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Where test-newest-torch puts the newest torch: a build for CUDA, of several GB, which runs on the CPU too.
+# The environment of test-newest-torch, with the newest torch: a build for CUDA, of several GB, which runs on the CPU too.
 NEWEST ?= build/newest-torch
 TORCH_TESTS := tests/jobs/test_torch*.py tests/collectives/torch tests/collectives/backends/test_torch_program.py
 
@@ -48,7 +48,7 @@ test-random: $(VENV)/.test
 	$(PYTEST) -m "hypothesis and not gpu and not slow" \
 		--hypothesis-profile=random --hypothesis-seed=$(SEED)
 
-# What runs on torch, on the newest release that pip finds: by torch's group, and by its Python back end.
+# The tests of torch, on the newest release that pip finds: by torch's group, and by its Python back end.
 test-newest-torch:
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --upgrade -e ".[test-base,torch]"

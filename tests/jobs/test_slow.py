@@ -12,11 +12,9 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.tcp import connections
 from collectives.backends.tcp import tcp_backend as tcp
-from collectives.backends.tcp.connections import Queue, link_rates, tune
+from collectives.backends.tcp.connections import Queue, link_rates
 from collectives.backends.tcp.tcp_backend import TcpBackend
-from collectives.peers.connections import Connection, Message
 from collectives.recovery.link_monitor import JUDGEMENT_CALLS, SlowLink, SlowRank
 from tests.support.job_meeting import in_shared_memory
 from tests.support.tcp_jobs import backends_in_threads
@@ -43,28 +41,19 @@ def left(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], float]:
         return {link: rate(*link[:2]) for link in link_rates(plan)}
 
     monkeypatch.setattr(tcp, "connection_rates", rates)
-    monkeypatch.setattr(connections, "connect", connect_with_short_packets)
+    monkeypatch.setattr(socket, "create_connection", connect_with_short_packets)
     return parts
 
 
 def connect_with_short_packets(
-    destination: tuple[str, int],
-    card: str,
-    key: bytes,
-    first: Message,
-    *,
-    leaves: str | None = None,
-    timeout: float = 30.0,
-    answers_within: float | None = None,
+    destination: tuple[str, int], timeout: float | None = None, source: tuple[str, int] | None = None
 ) -> socket.socket:
-    """As `connect`: a pace holds up no packet that is alone, and loopback's are as long as a chunk."""
+    """As `socket.create_connection`: a pace holds up no packet alone, and loopback's are as long as a chunk."""
     made = socket.socket()
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 4096)
     made.settimeout(timeout)
     made.connect(destination)
-    made.settimeout(None)
-    tune(made)
-    return Connection.to(made, card, key, first, timeout=timeout)
+    return made
 
 
 def falls(

@@ -248,9 +248,14 @@ def _beside_nccl(row: Comparison, trees: str) -> str:
         rival, library = kind, "JACCL"
     if kind == NO_RING or ratio is None:
         return f"{library} has no schedule here"
+    return beside_rival(trees, ratio, rival, inverse=kind == row.nccl_nvls_kind)
+
+
+def beside_rival(trees: str, ratio: float, rival: str, *, inverse: bool = True) -> str:
+    """Return how the trees do beside a rival; with ``inverse``, how the rival does beside them if it is faster."""
     if abs(ratio - 1) <= EQUAL:
         return f"{trees} and {rival} are equally fast"
-    if ratio < 1 and kind == row.nccl_nvls_kind:
+    if ratio < 1 and inverse:
         return f"{rival} is {1 / ratio:.2f}x the {trees}"
     return f"{trees} do {ratio:.2f}x {rival}"
 

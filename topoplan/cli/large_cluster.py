@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from topoplan.cli.arguments import refuse_beside
+from topoplan.cli.compare import beside_rival
 from topoplan.cli.output import (
     DEFAULT_LINES,
     Answer,
@@ -40,19 +41,21 @@ from topoplan.units import bus_factor, counted, labelled, rate_words
 LISTED_ONLY = ("gpus", "in_network", "size")
 """Options of an allocation that need the list of its GPUs."""
 
-EQUAL = 1e-6
-"""Relative difference up to which two rates count as equal."""
 
+def requested_plan(
+    options: argparse.Namespace, listed_only: Sequence[str], *, plans: bool = False
+) -> PlanByKind | None:
+    """Return the plan of the large cluster that the options name; None for all that is listed.
 
-def requested_plan(options: argparse.Namespace, listed_only: Sequence[str] = ()) -> PlanByKind | None:
-    """Return the plan of the large cluster that the options name; None for all that is listed, or a plan.
-
-    ``listed_only`` are the command's options that need a list.
+    ``listed_only`` are the command's options that need a list. With ``plans`` TOPO may be a plan by kind, or its file.
     """
-    if any(getattr(options, name) not in (None, False) for name in (*LISTED_ONLY, *listed_only)):
+    if any(getattr(options, name) not in (None, False) for name in listed_only):
         return None
     path = options.topo
-    if not isinstance(path, (str, Topology)) or _text_of_plan(path) is not None:
+    text = _text_of_plan(path)
+    if text is not None or not isinstance(path, (str, Topology)):
+        return _given_plan(options, text) if plans else None
+    if any(getattr(options, name) is not None for name in LISTED_ONLY):
         return None
     cluster = large_cluster(options, ())
     if cluster is None:
@@ -70,13 +73,12 @@ def requested_plan(options: argparse.Namespace, listed_only: Sequence[str] = ())
         return None
 
 
-def given_plan(options: argparse.Namespace) -> PlanByKind | None:
-    """Return the plan by kind that TOPO is, or names as a file, once it is verified; None for all else."""
+def _given_plan(options: argparse.Namespace, text: str | None) -> PlanByKind | None:
+    """Return the plan by kind that TOPO is, or that is the text of its file, once it is verified; None for others."""
     path: object = options.topo
     made = path if isinstance(path, PlanByKind) else None
-    if made is None:
-        text = _text_of_plan(path)
-        made = None if text is None else read_by_kind(text, str(path))
+    if text is not None:
+        made = read_by_kind(text, str(path))
     if made is not None:
         refuse_beside(options, "a plan file, which has settled it", dict.fromkeys(MACHINE_OPTIONS))
         verify_by_kind(made)
@@ -131,12 +133,7 @@ def run_comparison(options: argparse.Namespace, plan: PlanByKind) -> Answer:
     def beside() -> str:
         if not others:
             return rate_words(plan.rate, plan.collective, plan.size)
-        best, ratio = others[0], plan.rate / others[0].rate
-        if abs(ratio - 1) <= EQUAL:
-            return f"trees and NCCL's best ({best.name}) are equally fast"
-        if ratio < 1:
-            return f"NCCL's best ({best.name}) is {1 / ratio:.2f}x the trees"
-        return f"trees do {ratio:.2f}x NCCL's best ({best.name})"
+        return beside_rival("trees", plan.rate / others[0].rate, f"NCCL's best ({others[0].name})")
 
     def text() -> Iterator[str]:
         yield f"{_where(plan)}: {beside()}"

@@ -193,10 +193,7 @@ def run(options: argparse.Namespace) -> Answer:
     if may_be_large(options):
         from topoplan.cli import large_cluster
 
-        only = ("trace", "headroom", "plot")
-        large = large_cluster.requested_plan(options, only)
-        if large is None and not any(getattr(options, name) for name in only):
-            large = large_cluster.given_plan(options)
+        large = large_cluster.requested_plan(options, ("trace", "headroom", "plot"), plans=True)
         if large is not None:
             return large_cluster.run_sizes(options, large, sizes)
     with progress_line("planning") as progress:

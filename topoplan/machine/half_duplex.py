@@ -66,7 +66,7 @@ def split(topology: Topology) -> Topology:
 
 def merged(topology: Topology) -> Topology:
     """Return the machine that `split` split; other machines stay as they are."""
-    inner = {device.name for device in topology.devices if device.facts and device.fact("shared")}
+    inner = topology.split_parts
     if not inner:
         return topology
     caps = {link.src: link for link in topology.links if link.src in inner and link.dst in inner}
@@ -94,7 +94,7 @@ def merged(topology: Topology) -> Topology:
 
 def whole_ends(topology: Topology) -> dict[tuple[str, str], tuple[str, str]]:
     """Return the two ends of each link by its ends in a split machine; a cap itself is left out."""
-    inner = {device.name for device in topology.devices if device.facts and device.fact("shared")}
+    inner = topology.split_parts
     found = {}
     for link in topology.links:
         if {link.src, link.dst} <= inner:
@@ -112,7 +112,7 @@ def whole_ends(topology: Topology) -> dict[tuple[str, str], tuple[str, str]]:
 
 def caps(topology: Topology) -> tuple[Link, ...]:
     """Return the links of a split machine that both directions of a pair cross."""
-    inner = {device.name for device in topology.devices if device.facts and device.fact("shared")}
+    inner = topology.split_parts
     return tuple(link for link in topology.links if link.src in inner and link.dst in inner) if inner else ()
 
 

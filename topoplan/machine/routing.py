@@ -85,9 +85,7 @@ class Transit:
             frozenset(d.name for d in devices if d.kind in ("gpu", "helper")),
             refused_pairs(topology),
             frozenset(d.name for d in devices if d.kind in ("cpu", "nic", "switch")),
-            frozenset(d.name for d in devices if d.facts and d.fact("shared"))
-            if _is_staged(devices)
-            else frozenset(),
+            topology.split_parts if _is_staged(devices) else frozenset(),
         )
 
     def joins(self, link: Link) -> bool:
@@ -296,7 +294,7 @@ def staged(topology: Topology) -> Topology:
     cuts and lengths apply to staged copies too. UsageError if a PCIe switch has no path to a CPU.
     """
     kinds = {device.name: device.kind for device in topology.devices}
-    switches = {d.name for d in topology.devices if d.kind == "pcie" and not d.fact("shared")}
+    switches = {d.name for d in topology.devices if d.kind == "pcie"} - topology.split_parts
     if _is_staged(topology.devices):
         return topology
     hops = _hops_to_a_cpu(topology, kinds)

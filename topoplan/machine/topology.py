@@ -445,10 +445,10 @@ class Topology:
         """Whether the two directions of some link share a cap."""
         return any(link.shared is not None for link in self.links)
 
-    @property
-    def splits_links(self) -> bool:
-        """Whether devices stand for a cap of both directions of a link (`topoplan.machine.half_duplex`)."""
-        return any(device.facts and device.fact("shared") for device in self.devices)
+    @cached_property
+    def split_parts(self) -> frozenset[str]:
+        """Devices that stand for a cap of both directions of a link (`topoplan.machine.half_duplex`)."""
+        return frozenset(d.name for d in self.devices if d.facts and d.fact("shared"))
 
     @cached_property
     def servers(self) -> tuple[str, ...]:

@@ -188,7 +188,7 @@ def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> OneF
 
 def _cap_lengths(fabric: Fabric, collective: str, root: int | None) -> list[OneFabric]:
     """Return lengths of 1 on the caps of all ranks' links, a root with only the direction that it needs, if any."""
-    if not fabric.topology.splits_links:
+    if not fabric.topology.split_parts:
         return []
     shared = {(link.src, link.dst) for link in caps(fabric.topology)}
     cap_at = {end: ends for ends in shared for end in ends}

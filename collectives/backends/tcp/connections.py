@@ -338,6 +338,14 @@ def set_pace(connection: socket.socket, rate: float | None) -> bool:
     return True
 
 
+def _tcp_info(connection: socket.socket) -> bytes | None:
+    """Return Linux's ``struct tcp_info``; None on other systems and connections, and before Linux 4.10."""
+    if sys.platform != "linux" or connection.family == socket.AF_UNIX:  # an encrypted link
+        return None
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    return info if len(info) == _INFO_BYTES else None
+
+
 def link_use(connection: socket.socket) -> LinkUse | None:
     """Return the system's counts of a connection; None if it has none (before Linux 4.10, and elsewhere).
 
@@ -348,12 +356,8 @@ def link_use(connection: socket.socket) -> LinkUse | None:
     ...     (link_use(connection) == LinkUse(0, 0.0)) == (sys.platform == "linux")
     True
     """
-    if sys.platform != "linux":
-        return None
-    if connection.family == socket.AF_UNIX:  # an encrypted link
-        return None
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    if len(info) < _INFO_BYTES:
+    info = _tcp_info(connection)
+    if info is None:
         return None
     (nbytes,) = _ACKNOWLEDGED.unpack_from(info, _ACKNOWLEDGED_AT)
     busy, held = _BUSY.unpack_from(info, _BUSY_AT)
@@ -364,9 +368,9 @@ class LinkLostError(ConnectionError):
     """No packet comes back from the other end of a link; the text is a message for the caller."""
 
 
-_SINCE, _ROUND_TRIP = struct.Struct("@II"), struct.Struct("@II")
+_TWO = struct.Struct("@II")
 _SINCE_AT, _ROUND_TRIP_AT = 52, 68
-"""There too: last_data_recv and last_ack_recv, in milliseconds; rtt and rttvar, in microseconds."""
+"""There too, two numbers each: last_data_recv and last_ack_recv, in milliseconds; rtt and rttvar, in microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,13 +391,11 @@ def arrivals(connection: socket.socket) -> Arrivals | None:
     ...     (arrivals(connection) is not None) == (sys.platform == "linux")
     True
     """
-    if sys.platform != "linux" or connection.family == socket.AF_UNIX:
+    info = _tcp_info(connection)
+    if info is None:
         return None
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    if len(info) < _INFO_BYTES:
-        return None
-    mean, deviation = _ROUND_TRIP.unpack_from(info, _ROUND_TRIP_AT)
-    return Arrivals(min(_SINCE.unpack_from(info, _SINCE_AT)) / 1e3, (mean + 4 * deviation) / 1e6)
+    mean, deviation = _TWO.unpack_from(info, _ROUND_TRIP_AT)
+    return Arrivals(min(_TWO.unpack_from(info, _SINCE_AT)) / 1e3, (mean + 4 * deviation) / 1e6)
 
 
 BARRIER = "meeting"
