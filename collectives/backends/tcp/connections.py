@@ -288,26 +288,32 @@ def connect(
     """Return a connection for the chunks of a link behind a first message, to an endpoint (`Endpoint.card`).
 
     It leaves from this machine's address `leaves` if given. A connection that is reset is made again: so many
-    came there that the listener made room. Raises `LinkLostError` if the system there does not answer within
+    came there that the listener made room. That reset may come while this end still connects. Raises `LinkLostError` if the system there does not answer within
     `answers_within` seconds, by default `timeout`; `OSError` after `timeout` seconds, or if nothing listens there.
     """
     source, until = None if leaves is None else (leaves, 0), time.monotonic() + timeout
     while True:
         left = max(until - time.monotonic(), RETRY_SECONDS)
         try:
-            made = socket.create_connection(destination, answers_within or left, source)
-        except OSError as error:
-            if isinstance(error, ConnectionRefusedError) or error.errno in NO_DESCRIPTORS:
-                raise
-            raise LinkLostError(error.strerror or str(error)) from error
-        made.settimeout(None)
-        tune(made)
-        try:
+            made = _connected(destination, answers_within or left, source)
             return Connection.to(made, card, key, first, timeout=left)
         except (ConnectionResetError, BrokenPipeError):
             if time.monotonic() > until:
                 raise
             time.sleep(RETRY_SECONDS)
+
+
+def _connected(destination: tuple[str, int], timeout: float, source: tuple[str, int] | None) -> socket.socket:
+    """Return a tuned socket to `destination`; a system that does not answer is a lost link (`connect`)."""
+    try:
+        made = socket.create_connection(destination, timeout, source)
+    except OSError as error:
+        if isinstance(error, (ConnectionRefusedError, ConnectionResetError)) or error.errno in NO_DESCRIPTORS:
+            raise
+        raise LinkLostError(error.strerror or str(error)) from error
+    made.settimeout(None)
+    tune(made)
+    return made
 
 
 def tune(connection: socket.socket) -> None:
