@@ -45,7 +45,7 @@ from topoplan.operate.compare.table import (
     HEADS,
     NO_RING,
     Comparison,
-    beats_nccl,
+    beats_library,
     format_table,
     summary,
     to_object,
@@ -241,13 +241,10 @@ QUICKEST: tuple[Column[Quickest], ...] = (
 
 def _beside_nccl(row: Comparison, trees: str) -> str:
     """Return how the trees, or paths, do beside NCCL's best, or beside JACCL's on Apple's GPUs."""
-    ratio, (_, kind) = row.nccl_best_ratio, row.nccl_best
-    rival, library = f"NCCL's best ({kind})", "NCCL"
-    if row.jaccl is not None:
-        ratio, kind = row.trees / row.jaccl if row.jaccl else None, row.jaccl_kind
-        rival, library = kind, "JACCL"
+    ratio, (_, kind) = row.library_ratio, row.library_best
     if kind == NO_RING or ratio is None:
-        return f"{library} has no schedule here"
+        return f"{row.library} has no schedule here"
+    rival = f"NCCL's best ({kind})" if row.jaccl is None else kind
     return beside_rival(trees, ratio, rival, inverse=kind == row.nccl_nvls_kind)
 
 
@@ -261,17 +258,18 @@ def beside_rival(trees: str, ratio: float, rival: str, *, inverse: bool = True) 
 
 
 def _class_lines(title: str, rows: Sequence[Comparison], options: argparse.Namespace) -> Iterator[str]:
-    """Yield the summary, then the classes where trees beat NCCL's best, or all of them."""
-    faster = [row for row in rows if beats_nccl(row)]
+    """Yield the summary, then the classes where trees beat NCCL's or JACCL's best, or all of them."""
+    library = next((row.library for row in rows if row.jaccl is not None), "NCCL")
+    faster = [row for row in rows if beats_library(row)]
     whole = summary(rows)
     if faster:
-        most = max(row.nccl_best_ratio or 0.0 for row in faster)
+        most = max(row.library_ratio or 0.0 for row in faster)
         yield (
-            f"{title}: trees beat NCCL's best in {len(faster)} of {counted(len(rows), 'class')} of allocations, "
+            f"{title}: trees beat {library}'s best in {len(faster)} of {counted(len(rows), 'class')} of allocations, "
             f"by up to {most:.2f}x"
         )
     else:
-        yield f"{title}: trees beat NCCL's best in none of {counted(len(rows), 'class')} of allocations"
+        yield f"{title}: trees beat {library}'s best in none of {counted(len(rows), 'class')} of allocations"
     yield f"{whole}"
     over_nvlink = [row for row in rows if row.channel == "nvlink"]
     if options.all and 0 < len(over_nvlink) < len(rows):
@@ -282,10 +280,10 @@ def _class_lines(title: str, rows: Sequence[Comparison], options: argparse.Names
     if options.all:
         yield f"\n{format_table(rows, widest=terminal_width() or MAX_COLUMNS)}\n{HEADS}"
     elif shown:
-        yield f"\n{table_of(FASTER, shown)}"
+        yield f"\n{table_of(_columns(library), shown)}"
         if left:
             yield f"… and {left} more"
-        yield "algbw in GB/s; allocations: how many have isomorphic links; trees / NCCL: over NCCL's best"
+        yield f"algbw in GB/s; allocations: how many have isomorphic links; trees / {library}: over its best"
     if options.members:
         yield ""
         for row in shown:
@@ -294,19 +292,20 @@ def _class_lines(title: str, rows: Sequence[Comparison], options: argparse.Names
         yield f"--all prints all {len(rows)} classes, --members the allocations of each, --csv every column"
 
 
-FASTER: tuple[Column[Comparison], ...] = (
-    Column("GPUs", value="gpus", form=number_ranges),
-    Column("allocations", value="members"),
-    Column("over", value="channel"),
-    Column("trees", value="trees", form=".2f"),
-    Column("busbw", value=lambda row: row.trees * bus_factor(row.collective, len(row.gpus)), form=".2f"),
-    Column("upper bound", value="bound", form=".2f"),
-    Column("NCCL", value=lambda row: row.nccl_best[0], form=".2f"),
-    Column("NCCL algorithm", value=lambda row: row.nccl_best[1]),
-    Column("trees / NCCL", value="nccl_best_ratio", form="{:.2f}x".format),
-    Column("ring", value=lambda row: row.ring or None, form=".2f"),
-)
-"""Columns of the classes where trees beat NCCL's best."""
+def _columns(library: str) -> tuple[Column[Comparison], ...]:
+    """Return the columns of the classes where trees beat the best of a library."""
+    return (
+        Column("GPUs", value="gpus", form=number_ranges),
+        Column("allocations", value="members"),
+        Column("over", value="channel"),
+        Column("trees", value="trees", form=".2f"),
+        Column("busbw", value=lambda row: row.trees * bus_factor(row.collective, len(row.gpus)), form=".2f"),
+        Column("upper bound", value="bound", form=".2f"),
+        Column(library, value=lambda row: row.library_best[0], form=".2f"),
+        Column(f"{library} algorithm", value=lambda row: row.library_best[1]),
+        Column(f"trees / {library}", value="library_ratio", form="{:.2f}x".format),
+        Column("ring", value=lambda row: row.ring or None, form=".2f"),
+    )
 
 
 def _without_each_server(options: argparse.Namespace, collective: str) -> Answer:

@@ -187,6 +187,7 @@ def _object(one: GpuSet, factor: float) -> dict[str, object]:
         "nccl_kind": one.nccl_kind,
         "nccl_best": one.nccl_best[0],
         "nccl_best_kind": one.nccl_best[1],
+        **({} if one.jaccl is None else {"jaccl": one.jaccl[0] or None, "jaccl_kind": one.jaccl[1]}),
         "channel": one.channel,
         "class": one.number,
         "following": one.following,
@@ -218,6 +219,7 @@ def _set_lines(
         yield f"{title}: no path joins any {count} of the {free} GPUs"
         return
     over = channel_words(best.channel.split("+"), machine.whole)
+    library = "NCCL" if best.jaccl is None else "JACCL"
     if len(classes) == 1:
         chosen = f"all {free} GPUs" if free == count else f"any {count} of the {free} GPUs: all equal"
         yield f"{title}, {chosen}"
@@ -232,9 +234,11 @@ def _set_lines(
     )
     if len(classes) == 1:
         known = dict.fromkeys((best.nccl_best, (best.nccl, best.nccl_kind)))
+        if best.jaccl is not None:
+            known = dict.fromkeys([best.jaccl])
         words = [f"{rate_words(rate, collective, count)} by {kind}" for rate, kind in known if rate]
         yield from labelled(
-            ("NCCL's best", words[0] if words else "no schedule here"),
+            (f"{library}'s best", words[0] if words else "no schedule here"),
             ("no NVLS", words[-1] if words[1:] else ""),
         )
         if options.members:
@@ -246,8 +250,8 @@ def _set_lines(
         Column("algbw", value=lambda group: group[0].rate, form=".6g"),
         Column("busbw", value=lambda group: group[0].rate * factor, form=".6g"),
         Column("upper bound", value=lambda group: group[0].bound, form=".6g"),
-        Column("NCCL", value=lambda group: group[0].nccl_best[0], form=".6g"),
-        Column("NCCL algorithm", value=lambda group: group[0].nccl_best[1]),
+        Column(library, value=lambda group: (group[0].jaccl or group[0].nccl_best)[0], form=".6g"),
+        Column(f"{library} algorithm", value=lambda group: (group[0].jaccl or group[0].nccl_best)[1]),
         Column("ring", value=lambda group: [one.ring for one in group], form=_rate_range),
         Column("over", value=lambda group: group[0].channel or "none"),
         Column("sets", value=len),

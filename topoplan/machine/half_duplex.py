@@ -18,7 +18,7 @@ from topoplan.machine.routing import whole_name
 from topoplan.machine.topology import Device, Link, Topology, facts
 
 IN, OUT = ".in", ".out"
-"""Suffixes of the two devices of a split pair; both have the fact ``shared``."""
+"""Suffixes of the two devices of a split pair; both have the fact ``shared``, its ends within its own machine."""
 
 
 def split(topology: Topology) -> Topology:
@@ -95,19 +95,27 @@ def merged(topology: Topology) -> Topology:
 def whole_ends(topology: Topology) -> dict[tuple[str, str], tuple[str, str]]:
     """Return the two ends of each link by its ends in a split machine; a cap itself is left out."""
     inner = topology.split_parts
+    ends: dict[str, list[str]] = {}  # of each split pair, whose facts have the names in a server of its own
+    for link in topology.links:
+        for part, own in ((link.src, link.dst), (link.dst, link.src)):
+            if part in inner and own not in inner:
+                ends.setdefault(_pair(part), []).append(own)
     found = {}
     for link in topology.links:
         if {link.src, link.dst} <= inner:
             continue
-        part = link.src if link.src in inner else link.dst
+        part, own = (link.src, link.dst) if link.src in inner else (link.dst, link.src)
         if part in inner:
-            own = link.dst if link.src in inner else link.src
-            stated = topology.device(part).fact("shared").split(",")
-            other = next((name for name in stated if whole_name(name) != whole_name(own)), own)
-            found[link.src, link.dst] = (other, own) if link.src in inner else (own, other)
+            # the device at the other end may have been taken out
+            other = next((name for name in ends[_pair(part)] if whole_name(name) != whole_name(own)), own)
+            found[link.src, link.dst] = (other, own) if part == link.src else (own, other)
         else:
             found[link.src, link.dst] = (link.src, link.dst)
     return found
+
+
+def _pair(part: str) -> str:
+    return part.removesuffix(IN).removesuffix(OUT)
 
 
 def caps(topology: Topology) -> tuple[Link, ...]:

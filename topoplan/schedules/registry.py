@@ -20,6 +20,7 @@ from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.machine.cables import MOST_MESH, cabled_nics
 from topoplan.machine.fabric import STAGED, Fabric
 from topoplan.machine.fabric_structure import FabricServers
+from topoplan.machine.hardware import is_apple
 from topoplan.machine.routing import staged
 from topoplan.machine.topology import TopologyLike
 from topoplan.plans.build import Allocation
@@ -199,13 +200,19 @@ def jaccl(
 ) -> Plan:
     """Return the faster of what JACCL runs: a full mesh of up to 8 ranks, and a ring both ways, in its best order.
 
-    InfeasibleError if servers have several GPUs, no cable joins two, or the cables are neither a mesh nor a ring.
+    InfeasibleError for GPUs that are not Apple's and collectives of one root; if servers have several GPUs, no cable
+    joins two, or the cables are neither a mesh nor a ring.
 
     >>> jaccl("mac-tb5-x4").rate, round(jaccl("mac-tb5-ring-x4").rate, 3), jaccl("mac-tb5-ring-x4").schedule
     (20.0, 13.333, "JACCL's ring")
     """
     asked = Allocation.of(topology, collective, gpus=gpus, root=root)
     machine = asked.machine
+    foreign = next((gpu for gpu in asked.topology.gpus if not is_apple([machine.device(gpu)])), None)
+    if foreign is not None:
+        raise InfeasibleError(f"JACCL runs on Apple's GPUs, and {foreign} is not one")
+    if asked.collective not in _SUMS:
+        raise InfeasibleError(f"JACCL runs {', '.join(_SUMS)}, got {collective!r}")
     servers = {machine.device(gpu).server for gpu in asked.topology.gpus}
     if len(servers) < len(asked.topology.gpus) or not any(cabled_nics(machine)):
         raise InfeasibleError("JACCL joins servers of one GPU each by cables")

@@ -182,3 +182,15 @@ def test_no_schedule_or_model_of_nccl_beats_the_bound_of_a_staged_machine() -> N
         except (InfeasibleError, UsageError):
             continue
         assert topoplan.verify(made).rate <= plan.bound * (1 + 1e-12), schedule.name
+
+
+def test_a_cluster_of_split_machines_loses_and_slows_the_links_of_whole_ones() -> None:
+    """A plan states the split machine, whose facts name the ends within one server."""
+    kept, parted = (
+        topoplan.cluster([topoplan.Server(one, count=2)], nic_gbps=100) for one in (NO_PEERS, split(NO_PEERS))
+    )
+    assert merged(parted) == kept
+    wire = "s1.gpu3-s1.cpu0"
+    assert merged(topoplan.without_links(parted, [wire])) == topoplan.without_links(kept, [wire])
+    slow = [merged(topoplan.slow_links(one, {wire: 5.0})) for one in (parted, kept)]
+    assert [link.bandwidth for link in slow[0].links] == [link.bandwidth for link in slow[1].links]

@@ -33,7 +33,7 @@ from topoplan.operate.compare.allocations import (
     vectors_by_size,
 )
 from topoplan.operate.compare.comparison import compare, compare_all
-from topoplan.operate.compare.table import Comparison, beats_nccl, format_table, summary, to_object
+from topoplan.operate.compare.table import Comparison, beats_library, format_table, summary, to_object
 from topoplan.solve.symmetry.automorphisms import NodeSearch
 
 LINK = {"dgx-1v": 25.0, "dgx-1p": 20.0}
@@ -396,7 +396,7 @@ def test_nvls_is_a_rival_where_the_switch_copies_and_adds() -> None:
     box = topoplan.load("dgx-h100").subset(range(4))
     plain, helped = compare(box), compare(with_all_capabilities(box))
     assert (plain.nccl_best, plain.nccl_best_ratio) == ((450.0, "nvls"), pytest.approx(300 / 450))
-    assert not beats_nccl(plain)
+    assert not beats_library(plain)
     assert helped.nccl_nvls is None
     assert (plain.nccl, plain.nccl_kind) == (300.0, "nvlink ring")
     assert (helped.nccl, helped.nccl_kind, helped.nccl_ratio) == (450.0, "nvls", 1.0)
@@ -434,7 +434,7 @@ def test_no_win_over_nccl_is_claimed_that_nvls_undoes(collective: str) -> None:
     row = compare(pair, collective)
     assert row.nccl_nvls is None or row.nccl_best[0] >= row.nccl
     assert (row.nccl_best_ratio or 0) <= (row.nccl_ratio or 0)
-    assert collective != "allreduce" or ((row.nccl_ratio or 0) > 1 and not beats_nccl(row))
+    assert collective != "allreduce" or ((row.nccl_ratio or 0) > 1 and not beats_library(row))
 
 
 @pytest.mark.parametrize(

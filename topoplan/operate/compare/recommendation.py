@@ -44,6 +44,7 @@ class GpuSet:
     ring, ring_kind: the ring that `topoplan.ring_plan` selects; 0 and "none" for none.
     nccl, nccl_kind: NCCL's best, as in `Comparison`: that of the class.
     nccl_best: rate and kind of the same, with NVLS where switches could add.
+    jaccl: rate and kind of JACCL's best on Apple's GPUs; None on others.
     channel: channel of the trees; None if no path joins the GPUs.
     following: rate of the best set of as many of the remaining GPUs; None if fewer remain, and for sets not among the
     fastest.
@@ -62,6 +63,7 @@ class GpuSet:
     following: float | None = None
     left: float | None = None
     nccl_best: tuple[float, str] = (0.0, "none")
+    jaccl: tuple[float, str] | None = None
 
 
 class RankedSets:
@@ -188,6 +190,7 @@ def recommend(
                 nccl=row.nccl,
                 nccl_kind=row.nccl_kind,
                 nccl_best=row.nccl_best,
+                jaccl=None if row.jaccl is None else row.library_best,
                 channel=row.channel,
                 **(_left_by(ranked, gpus) if row.trees == fastest else {}),
             )
