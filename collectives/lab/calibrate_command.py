@@ -290,6 +290,7 @@ class PeerCopies:
             return Measurement(method, sizes, repeats, (), memory=memory, notes=notes)
         pairs = list(permutations(seen, 2))
         samples = []
+        together: list[tuple[str, str, float]] = []
         found: list[str] = []
         with device_buffers(cupy, seen, room, stuck) as buffers, PeerAccess(cupy, seen, stuck) as access:
             for number, (src, dst) in enumerate(pairs, 1):
@@ -315,12 +316,31 @@ class PeerCopies:
                     samples.append(
                         PairSamples(src.name, dst.name, times[0], not both, times[1] if both else None)
                     )
+                    if not both and src.ordinal > dst.ordinal and not {src, dst} & stuck:
+                        ways = buffers[dst.name], buffers[src.name]
+                        rate = _rate_together(cupy, (dst, src), ways, max(sizes), repeats, self._clock)
+                        if rate:
+                            together.append((dst.name, src.name, rate))
+                        else:
+                            busy |= {src, dst}
+                            stuck |= {src, dst}
+                            found.append(
+                                f"copies {dst.name}<>{src.name} both ways at once did not end within {LIMIT:g} s"
+                            )
                 access.off(both)
             if not stuck:
                 switching, more = access.switching_times(repeats, self._clock, progress)
             else:
                 switching, more = (), ("peer access: not switched, since a copy has not ended",)
-        return Measurement(method, sizes, repeats, tuple(samples), switching, notes=(*notes, *found, *more))
+        return Measurement(
+            method,
+            sizes,
+            repeats,
+            tuple(samples),
+            switching,
+            notes=(*notes, *found, *more),
+            together=tuple(together),
+        )
 
 
 def _memory_copy(
@@ -384,19 +404,76 @@ def _copy_times(
                 # Events count in milliseconds.
                 rounds.append([cuda.get_elapsed_time(*ends) / 1e3 for ends in pairwise(marks)])
     except runtime.CUDARuntimeError as error:
-        raise ProbeError(
-            f"copying {src.name}>{dst.name} failed: {error}; check for other users of the GPUs, or leave one out with "
-            "--gpus"
-        ) from None
+        raise _copy_failed(f"{src.name}>{dst.name}", error) from None
     columns = zip(*rounds[1:], strict=True)
     times = dict(zip(falling, columns, strict=True))
     for nbytes in sorted(times):
         if min(times[nbytes]) <= 0:
-            raise ProbeError(
-                f"copying {src.name}>{dst.name}, {format_size(nbytes)}, took no time by the clock of the GPU; choose "
-                "larger --sizes"
-            )
+            raise _took_no_time(f"{src.name}>{dst.name}", nbytes)
     return tuple((nbytes, times[nbytes]) for nbytes in sorted(times))
+
+
+def _rate_together(
+    cupy: ModuleType,
+    pair: GpuPair,
+    buffers: tuple[tuple[int, int], tuple[int, int]],
+    nbytes: int,
+    repeats: int,
+    clock: Callable[[], float],
+) -> float | None:
+    """Return GB/s of copies of `nbytes` both ways at once, added: the median of the repeats; None if one does not end.
+
+    Both begin behind one event of the first GPU, whose clock also times the end of the later one. ProbeError names the
+    pair.
+    """
+    cuda, runtime = cupy.cuda, cupy.cuda.runtime
+    first, second = pair
+    name = f"{first.name}<>{second.name}"
+    seconds: list[float] = []
+    try:
+        with on_device(cupy, second.ordinal):
+            back, over = cuda.Stream(non_blocking=True), cuda.Event()
+        with on_device(cupy, first.ordinal):
+            out, begin, end = cuda.Stream(non_blocking=True), cuda.Event(), cuda.Event()
+
+            def copy(size: int) -> None:
+                runtime.memcpyPeerAsync(
+                    buffers[1][1], second.ordinal, buffers[0][0], first.ordinal, size, out.ptr
+                )
+
+            for _ in range(repeats + 1):
+                copy(LEAD_BYTES)
+                begin.record(out)
+                with on_device(cupy, second.ordinal):
+                    back.wait_event(begin)
+                    runtime.memcpyPeerAsync(
+                        buffers[0][1], first.ordinal, buffers[1][0], second.ordinal, nbytes, back.ptr
+                    )
+                    over.record(back)
+                copy(nbytes)
+                out.wait_event(over)
+                end.record(out)
+                if not _ends(runtime, end, LIMIT * max(1.0, nbytes / LEAD_BYTES), clock):
+                    _abandoned.append(((out, back), (begin, over, end)))
+                    return None
+                seconds.append(cuda.get_elapsed_time(begin, end) / 1e3)
+    except runtime.CUDARuntimeError as error:
+        raise _copy_failed(name, error) from None
+    if min(seconds[1:]) <= 0:
+        raise _took_no_time(name, nbytes)
+    return 2 * nbytes / median(seconds[1:]) / 1e9
+
+
+def _copy_failed(name: str, error: Exception) -> ProbeError:
+    return ProbeError(
+        f"copying {name} failed: {error}; check for other users of the GPUs, or leave one out with --gpus"
+    )
+
+
+def _took_no_time(name: str, nbytes: int) -> ProbeError:
+    return ProbeError(
+        f"copying {name}, {format_size(nbytes)}, took no time by the clock of the GPU; choose larger --sizes"
+    )
 
 
 def _ends(runtime: Any, mark: Any, seconds: float, clock: Callable[[], float]) -> bool:

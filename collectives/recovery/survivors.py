@@ -117,8 +117,23 @@ class Membership:
         )
 
     def without(self, links: Iterable[str]) -> Membership:
-        """Return the membership without these links (`PlanChange.without_links`) either."""
-        return replace(self, change=self.change.then(PlanChange.of(without_links=list(links))))
+        """Return the membership without these links (`PlanChange.without_links`) either.
+
+        Links of a GPU or server without members are kept: a machine that has failed takes its links along, and is tried
+        again when it comes back.
+        """
+        change = self.change.then(PlanChange.of(without_links=list(links)))
+        machine, of_rank = self.whole.topology, self.whole.ranks
+        left = {of_rank[seat] for seat in self.seats}
+        gone = set(of_rank) - left
+        servers = {machine.device(gpu).server for gpu in gone} - {machine.device(gpu).server for gpu in left}
+
+        def present(wire: str) -> bool:
+            ends = {end for pair in find_links(machine, wire) for end in pair}
+            return not any(end in gone or machine.device(end).server in servers for end in ends)
+
+        kept = tuple(wire for wire in change.without_links if present(wire))
+        return replace(self, change=replace(change, without_links=kept))
 
     def with_slow(self, links: Mapping[str, float]) -> Membership:
         """Return the membership with these directed links (``gpu0->gpu3``) at these speeds.

@@ -43,7 +43,8 @@ class Machine:
     ``disturbed`` what a copy of a pair takes longer, by bytes and round (1 is the first after the warm-up), ``broken``
     pairs whose copies fail, and ``room`` the bytes of each GPU. ``rates`` are GB/s of the ``push`` or ``pull`` of a
     pair that are not those of its wires. At 0 copies never end: what would wait for one in CUDA is an error here, and a
-    GPU of ``held_up`` copies nothing after it.
+    GPU of ``held_up`` copies nothing after it. Copies of one pair both ways at once share the ``together`` GB/s;
+    at 0 they never end.
     """
 
     wires: Topology
@@ -59,6 +60,7 @@ class Machine:
     room: int = 1 << 34
     memory_rate: float = 800.0
     rates: dict[tuple[Pair, str], float] = field(default_factory=dict)
+    together: dict[frozenset[str], float] = field(default_factory=dict)
     failure: CUDARuntimeError | None = None
     held_up: set[str] = field(default_factory=set)
     endless: set[int] = field(default_factory=set)
@@ -144,6 +146,9 @@ def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
             self.ptr = id(self)
             streams[self.ptr] = self
 
+        def wait_event(self, event: Event) -> None:
+            self.busy_until = max(self.busy_until, event.at)
+
     class Event:
         def __init__(self) -> None:
             self.ptr = id(self)
@@ -159,6 +164,7 @@ def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
 
     streams: dict[int, Stream] = {}
     events: dict[int, Event] = {}
+    under_way: dict[tuple[int, int], tuple[float, int, Stream]] = {}
 
     def get_elapsed_time(start: Event, end: Event) -> float:
         (milliseconds,) = struct.unpack("f", struct.pack("f", (end.at - start.at) * 1e3))
@@ -171,7 +177,17 @@ def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
     def queue(src: int, dst: int, nbytes: int, stream: int) -> None:
         lane = streams[stream]
         assert lane.device_id == machine.device in (src, dst), "the stream is of another device"
-        lane.busy_until = max(machine.now, lane.busy_until) + machine.seconds(src, dst, nbytes)
+        begun = max(machine.now, lane.busy_until)
+        lane.busy_until = begun + machine.seconds(src, dst, nbytes)
+        back = under_way.get((dst, src))
+        cap = machine.together.get(frozenset((machine.gpus[src], machine.gpus[dst])))
+        if cap is not None and back and back[0] == begun:
+            seconds = machine.alpha + (nbytes + back[1]) / (cap * 1e9) if cap else math.inf
+            if not cap:
+                machine.endless |= {src, dst}
+            both = back[2].busy_until = begun + seconds
+            lane.busy_until = max(lane.busy_until, both)
+        under_way[src, dst] = (begun, nbytes, lane)
 
     def memcpyPeerAsync(to: int, dst: int, source: int, src: int, nbytes: int, stream: int) -> None:
         assert src != dst

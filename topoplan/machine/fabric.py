@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from topoplan.errors import InfeasibleError, TopologyError, UsageError
-from topoplan.machine.half_duplex import split
+from topoplan.machine.half_duplex import is_part, split
 from topoplan.machine.routing import NOT_FORWARDING, RouteGraph, Transit, staged
 from topoplan.machine.topology import Link, Topology
 from topoplan.units import exact
@@ -484,6 +484,6 @@ def _no_path(topology: Topology, channels: str, collective: str, root: int | Non
     others = [name for name in topology.gpus if name not in gpus]
     return InfeasibleError(
         f"no {wires} path leads from {{{', '.join(gpus)}}} to {{{', '.join(others)}}}: "
-        f"nothing leaves the cut {{{', '.join(cut)}}}{hint}",
+        f"nothing leaves the cut {{{', '.join(name for name in cut if not is_part(name))}}}{hint}",
         cut=cut,
     )

@@ -288,8 +288,9 @@ def connect(
     """Return a connection for the chunks of a link behind a first message, to an endpoint (`Endpoint.card`).
 
     It leaves from this machine's address `leaves` if given. A connection that is reset is made again: so many
-    came there that the listener made room. That reset may come while this end still connects. Raises `LinkLostError` if the system there does not answer within
-    `answers_within` seconds, by default `timeout`; `OSError` after `timeout` seconds, or if nothing listens there.
+    came there that the listener made room. That reset may come while this end still connects. Raises
+    `LinkLostError` if the system there does not answer within `answers_within` seconds, by default `timeout`;
+    `OSError` after `timeout` seconds, or if nothing listens there.
     """
     source, until = None if leaves is None else (leaves, 0), time.monotonic() + timeout
     while True:

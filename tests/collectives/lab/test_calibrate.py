@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,32 @@ def test_a_slow_pair_a_refused_pair_and_an_outlier_are_told(calibrate: Calibrate
         "note: calibrated: off the median of the pairs with such links: gpu1>gpu2 20 GB/s (usual: 50), gpu4>gpu7 "
         "12 us (usual: 10)",
     ]
+
+
+def test_copies_through_the_host_are_timed_both_ways_at_once(calibrate: Calibrate, tmp_path: Path) -> None:
+    """57 GB/s both ways of 43 each is a cap, 86 is none; pairs with peer access have no such copies."""
+    wires = topoplan.load("rtx5090-x8-nopeer")
+    pairs = {frozenset(one) for one in combinations(wires.gpus, 2)}
+    for rate, cap in ((57.0, 57.0), (86.0, None)):
+        out = tmp_path / f"{rate:g}.json"
+        made = calibrate(
+            machine(wires, refused=pairs, together=dict.fromkeys(pairs, rate)),
+            *("rtx5090-x8-nopeer", "--sizes", "64KB:256MB", "-o", str(out)),
+        )
+        assert ("both directions of a link together" in made) == (cap is not None)
+        links = topoplan.load(out).links
+        caps = [link.shared for link in links if link.src in wires.gpus]
+        assert caps == [cap and pytest.approx(cap, rel=0.01)] * 8
+        assert topoplan.plan(out).rate == pytest.approx(57 / 3.5 if cap else 4 * 43 / 7, rel=0.01)
+
+
+def test_copies_both_ways_that_do_not_end_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = {frozenset(("gpu0", "gpu3")), frozenset(("gpu1", "gpu2"))}
+    found = measured(machine(refused=pairs, together={frozenset(("gpu0", "gpu3")): 0.0}), monkeypatch)
+    assert [one for one in found.notes if "both ways" in one] == [
+        "copies gpu0<>gpu3 both ways at once did not end within 2 s"
+    ]
+    assert [one[:2] for one in found.together] == [("gpu1", "gpu2")]
 
 
 def test_bus_ids_tell_gpus_apart(calibrate: Calibrate, tmp_path: Path) -> None:

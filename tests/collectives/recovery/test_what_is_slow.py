@@ -229,3 +229,18 @@ def test_a_cable_that_is_slow_in_one_direction_is_slow_in_both() -> None:
     assert dict(after.change.slow_links) == {"s0.tb0->s1.tb0": 1.0, "s1.tb0->s0.tb0": 1.0}
     assert after.plan().rate == topoplan.plan(topoplan.load("mac-tb5-x4").degrade_links({"s0-s1": 1.0})).rate
     assert members.with_slow({"s0.gpu0->s0.tb0": 1.0}).change.slow_links == (("s0.gpu0->s0.tb0", 1.0),)
+
+
+def test_a_machine_that_failed_takes_its_lost_links_along() -> None:
+    """It is tried again when it comes back; links between the others stay lost."""
+    whole = Membership(topoplan.plan("mac-tb5-x4"))
+    after = whole.at([0, 1, 3]).without(["s0-s1", "s1-s2", "s2-s3"])
+    assert after.change.without_links == ("s0-s1",)
+    assert (
+        after.plan().rate
+        == topoplan.plan(topoplan.without_links("mac-tb5-x4", ["s0-s1"]), gpus=[0, 1, 3]).rate
+    )
+    again = after.at([0, 1, 2, 3]).without([])
+    assert again.plan().rate == topoplan.plan(topoplan.without_links("mac-tb5-x4", ["s0-s1"])).rate
+    inside = Membership(topoplan.plan("dgx-1v")).at([0, 1, 2]).without(["gpu0-gpu1", "gpu0-gpu3"])
+    assert inside.change.without_links == ("gpu0-gpu1",)
