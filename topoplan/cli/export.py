@@ -23,9 +23,11 @@ from topoplan.cli.output import (
     progress_line,
     write_whole,
 )
+from topoplan.cli.plan_cluster import large_cluster, server_number
 from topoplan.cli.sources import read_machine, read_plan_or_machine
 from topoplan.engines.exported import Choices, Exported, one_server
 from topoplan.engines.msccl_write import RUNTIMES
+from topoplan.engines.nccl.environment_file import nccl_environment
 from topoplan.engines.nccl.identities import BUS_ID_QUERY, parse_bus_ids, with_bus_ids
 from topoplan.engines.registry import FORMATS, check_format, export_machine, export_plan, how_to_use
 from topoplan.errors import TopologyError, UsageError
@@ -107,6 +109,9 @@ def export_file(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]
     arguments.refuse_without(options, {"bus_ids": "--to nccl-topo"})
     if options.bus_ids == "-" == options.topo:
         raise UsageError("stdin is read once; give --bus-ids a file")
+    environment = _environment_by_kind(options)
+    if environment is not None:
+        return environment
     source = read_plan_or_machine(options)
     choices = _choices(options)
     if isinstance(source, Topology):
@@ -122,6 +127,22 @@ def export_file(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]
         plan = source.plans[0]
         source = replace(plan, topology=_with_bus_ids(plan.topology, options))
     return export_plan(source, options.to, choices), tuple(plan_notes(source))
+
+
+def _environment_by_kind(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]] | None:
+    """Return NCCL's environment of a large cluster whose servers all have the same; None for all else."""
+    if options.to != "nccl-env" or options.gpus is not None or options.bus_ids is not None:
+        return None
+    cluster = large_cluster(options, ())
+    if cluster is None:
+        return None
+    few = cluster.sample(2).topology
+    texts = {nccl_environment(few, server=name).text for name in few.servers}
+    if len(texts) > 1:
+        return None
+    if options.server is not None:
+        server_number(cluster, options.server, "--server")
+    return nccl_environment(few), cluster.notes
 
 
 def _with_bus_ids(machine: Topology, options: argparse.Namespace) -> Topology:

@@ -79,7 +79,7 @@ def large_cluster(options: argparse.Namespace, listed_only: Sequence[str]) -> Cl
     """Return the cluster of TOPO if it has more than `MOST_LISTED` GPUs; None if one of the options needs its list."""
     listed = any(getattr(options, name) not in (None, False) for name in listed_only)
     of_machine = options.servers is not None or options.domain is not None
-    if listed or (options.channels or "auto") not in _CHANNELS:
+    if listed or (getattr(options, "channels", None) or "auto") not in _CHANNELS:
         return None
     if not of_machine and (not isinstance(options.topo, str) or options.topo in library()):
         return None
@@ -363,6 +363,14 @@ def _survival_lines(book: SurvivalByKind, *, every: bool) -> Iterator[str]:
     yield f"planned in {format_seconds(book.seconds)}"
 
 
+def server_number(cluster: ClusterByKind, name: str, option: str) -> int:
+    """Return the number of the server that an option names; UsageError if the cluster has none of this name."""
+    number, last = name.removeprefix("s"), cluster.servers - 1
+    if name == number or not number.isdecimal() or int(number) > last:
+        raise UsageError(f"{option} must name a server from s0 to s{last}, got {name[:40]!r}")
+    return int(number)
+
+
 class ServerPart:
     """The traffic of one server in a plan by kind.
 
@@ -370,11 +378,7 @@ class ServerPart:
     """
 
     def __init__(self, plan: PlanByKind, name: str) -> None:
-        number = name.removeprefix("s")
-        last = plan.cluster.servers - 1
-        if name == number or not number.isdecimal() or int(number) > last:
-            raise UsageError(f"--list must name a server from s0 to s{last}, got {name[:40]!r}")
-        self.plan, self.name, self.server = plan, name, int(number)
+        self.plan, self.name, self.server = plan, name, server_number(plan.cluster, name, "--list")
         self.cell = plan.cluster.place(self.server).cell
 
     def rows(self) -> list[dict[str, object]]:

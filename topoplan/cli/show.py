@@ -32,6 +32,9 @@ from topoplan.cli.output import (
     table_of,
 )
 from topoplan.cli.sources import read_machine
+from topoplan.machine.cluster_by_kind import ClusterByKind
+from topoplan.machine.half_duplex import merged
+from topoplan.machine.nic_wiring import WiredServer
 from topoplan.machine.topology import ACCESS_FACTS, FACTS, Device, Link, Topology
 from topoplan.machine.variants import cables, equivalent_servers, nic_name, representative_servers
 from topoplan.operate.diagnosis import machine_warnings
@@ -217,6 +220,11 @@ ALL_OPTION = "--all  print the whole matrix, the device tree and every link"
 
 def run(options: argparse.Namespace) -> Answer:
     """Show the devices, links and connection matrix of a machine; with --json as topology JSON."""
+    from topoplan.cli.plan_cluster import large_cluster
+
+    cluster = None if options.all or options.json or options.plot else large_cluster(options, ())
+    if cluster is not None:
+        return _shown_by_kind(cluster)
     return _shown(read_machine(options).topology, every=options.all)
 
 
@@ -239,6 +247,36 @@ def _shown(topology: Topology, *, every: bool) -> Answer:
         figure=figure,
         notes=notes,
     )
+
+
+def _shown_by_kind(cluster: ClusterByKind) -> Answer:
+    """Return a large cluster as text, by one server of each kind."""
+    kinds: dict[WiredServer, list[str]] = {}
+    server = 0
+    for kind, count in cluster.runs:
+        kinds.setdefault(cluster.kinds[kind], []).extend(f"s{server + i}" for i in range(count))
+        server += count
+    few = representative_servers(merged(cluster.sample(1).topology))
+    notes = cluster.notes
+
+    def number(of: str) -> int:
+        return sum(
+            len(names) * len({nic_name(device.name) for device in kind.devices if device.kind == of})
+            for kind, names in kinds.items()
+        )
+
+    def text() -> Iterator[str]:
+        models = {few.device(gpu).model for gpu in few.gpus}
+        model = f"{models.pop()} " if len(models) == 1 and "" not in models else ""
+        parts = [counted(cluster.size, f"{model}GPU"), counted(cluster.servers, "server")]
+        parts += [
+            counted(number(of), noun) for of, noun in (("nic", "NIC"), ("nvswitch", "NVSwitch")) if number(of)
+        ]
+        yield printable(f"{cluster.name}: {', '.join(parts)}")
+        yield _server_line([*kinds.values()])
+        yield from _devices(few, DEFAULT_LINES - 4 - min(5, len(notes)))
+
+    return Answer(text=text, notes=notes)
 
 
 def _title(topology: Topology) -> list[str]:
@@ -273,11 +311,21 @@ def _summary(topology: Topology, room: int) -> Iterator[str]:
     """Yield a machine in so many lines: servers, who reaches whom, and equal devices in one row."""
     if len(topology.servers) > 1:
         groups = equivalent_servers(topology)
-        texts, left = folded([_group_text(group) for group in groups], 3)
-        yield from labelled(("servers", ", ".join(texts) + (f" and {left} more kinds" if left else "")))
+        yield _server_line(groups)
         room -= 1
         if len(groups) < len(topology.servers):
             topology = representative_servers(topology)
+    yield from _devices(topology, room)
+
+
+def _server_line(groups: Sequence[Sequence[str]]) -> str:
+    """Return the line of the servers that are shown, each with those that it stands for."""
+    texts, left = folded([_group_text(group) for group in groups], 3)
+    return "".join(labelled(("servers", ", ".join(texts) + (f" and {left} more kinds" if left else ""))))
+
+
+def _devices(topology: Topology, room: int) -> Iterator[str]:
+    """Yield who reaches whom, equal devices in one row, links with limits, and the source."""
     rows = _device_rows(topology)
     matrix = _reach_lines(topology, room - 6)
     shown, left = folded(rows, max(4, room - len(matrix) - 5))

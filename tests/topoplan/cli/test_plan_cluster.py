@@ -137,3 +137,22 @@ def test_a_cluster_of_two_kinds_is_compared_with_nothing(run: Run, tmp_path: Pat
     assert "busbw" in out.splitlines()[0]
     status, _, err = run("simulate", str(path), "--sizes", "1MB", "--gpus", "0-3")
     assert status == 0, err
+
+
+def test_a_large_cluster_is_shown_by_its_kinds_of_servers(done: Done) -> None:
+    listed, shown = (done(f"show dgx-h100 --nic-gbps 400 --servers {n}").splitlines() for n in (4, 12500))
+    assert shown[0] == "12500 x dgx-h100: 100000 H100 GPUs, 12500 servers, 100000 NICs, 12500 NVSwitches"
+    assert shown[1] == "servers      s0 (shown for 12500 equivalent servers, up to s12499)"
+    assert shown[2:] == listed[2:]
+    broken = done("show dgx-h100 --nic-gbps 400 --servers 1250 --without-link s3.nic0-switch0").splitlines()
+    assert broken[1].endswith("(shown for 1249 equivalent servers, up to s1249), s3")
+
+
+@pytest.mark.parametrize("network", ["", "--network fat-tree --leaf-size 4", "--network rail-optimised"])
+def test_the_environment_of_a_large_cluster_is_that_of_its_list(done: Done, network: str) -> None:
+    given = f"export dgx-h100 --nic-gbps 400 --to nccl-env {network}"
+    listed, large = (done(f"{given} --servers {n}") for n in (16, 1250))
+    assert large == listed.replace("16 x dgx-h100", "1250 x dgx-h100")
+    assert done(f"{given} --servers 1250 --server s1249") == large
+    refused = done(f"{given} --servers 1250 --server s1250", status=2)
+    assert "--server must name a server from s0 to s1249, got 's1250'" in refused
