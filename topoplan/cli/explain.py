@@ -79,7 +79,7 @@ class LabelledLog:
 
 
 def _tuner_file(options: argparse.Namespace) -> Answer:
-    """Return the fastest choice for each range of sizes, in the format of NCCL's example tuner plugin."""
+    """Return the fastest choice for each range of sizes, for NCCL's example tuner plugin or as a plug-in in C."""
     logs = [_read_labelled_log(part) for part in options.tune.split(",")]
     machine = None if options.topo is None else read_machine(options)
     expected = {} if machine is None else _model_expectations(options, machine)
@@ -113,6 +113,7 @@ def _tuner_file(options: argparse.Namespace) -> Answer:
         channels=known_channels(rings or None, nvls or None),
         source=f"the times of {', '.join(log.label for log in logs)}",
         others=model_ranges(expected),
+        plugin=str(options.output or "").endswith(".c"),
     )
     return Answer(file=lambda: exported.text, notes=(*notes, *exported.notes))
 
@@ -265,7 +266,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         --tune ALGORITHM=LOG,…  in place of LOG: write a file for NCCL's example tuner plugin with the fastest choice by
                                 size, from a log of nccl-tests for each algorithm, or algorithm and protocol, such as
                                 ring=A.log,tree/ll=B.log,nvls=C.log
-        -o F.csv                with --tune: the file (default: stdout)
+        -o F.csv                with --tune: the file (default: stdout); F.c is the source of a plug-in instead
         --nccl-channels N       with --tune: number of NCCL's channels (default: from the logs or the machine)
         """,
         nccl_channels=arguments.whole_number(1, 64, "number of channels from 1 to 64"),

@@ -173,6 +173,11 @@ _USE_ENV = (
     "to use it: . {file} on each server before the job, or export what it sets (mpirun -x)",
     "with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=ENV,NET NCCL says: NCCL_IB_HCA set to …",
 )
+_USE_TUNER = (
+    "to use it: cc -O2 -shared -fPIC {file} -o libnccl-tuner-topoplan.so",
+    "and export NCCL_TUNER_PLUGIN=$PWD/libnccl-tuner-topoplan.so (NCCL 2.28 or later)",
+    "with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING NCCL says: topoplan: chooses for … ranks on … servers",
+)
 _USE_MSCCLPP = (
     "to use it: export MSCCLPP_EXECUTION_PLAN_DIR={folder}, where no other files are",
     "and LD_PRELOAD MSCCL++'s libmscclpp_nccl.so into a program that calls NCCL",
@@ -209,6 +214,16 @@ FORMATS = {
         ),
         lambda plan, _: model_tuner(plan.topology),
         many_servers=True,
+    ),
+    "nccl-tuner-plugin": ExportFormat(
+        "source (C) of a tuner plug-in of NCCL with the same choices, for versions 5, 6 and 7 of its interface; it "
+        "leaves communicators of other sizes to NCCL",
+        lambda machine, server: model_tuner(
+            machine if server is None else one_server(machine, server, "the file"), plugin=True
+        ),
+        lambda plan, _: model_tuner(plan.topology, plugin=True),
+        many_servers=True,
+        use=lambda _: _USE_TUNER,
     ),
     "nccl-env": ExportFormat(
         "shell file of NCCL's variables for a cluster: which NICs, merged or not, rails, subnets, each with a reason; "

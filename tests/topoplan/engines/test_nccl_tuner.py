@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
 import topoplan
+from tests.support.tuner_plugin import ALGORITHMS as PLUGIN_ALGORITHMS
+from tests.support.tuner_plugin import COLLECTIVES as COLLECTIVE_NAMES
+from tests.support.tuner_plugin import PROTOCOLS as PLUGIN_PROTOCOLS
 from tests.support.tuner_plugin import Line, chosen, read
 from topoplan import Topology, UsageError
 from topoplan.engines.exported import Exported
@@ -163,3 +170,68 @@ def test_refuses_labels_that_nccl_does_not_have_and_no_measurement() -> None:
             parse_label(label)
     with pytest.raises(UsageError, match="nothing to tune"):
         measured_tuner({}, servers=1, ranks=8, channels=lambda _: 1, source="a test")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """Compile the plug-in of a machine and the harness; return both."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("a plug-in in C is compiled: install cc")
+    folder = tmp_path_factory.mktemp("tuner")
+    strict = [compiler, "-std=c11", "-Wall", "-Wextra", "-Werror"]
+    harness = Path(__file__).parents[2] / "support" / "tuner_harness.c"
+    subprocess.run([*strict, str(harness), "-ldl", "-o", "harness"], cwd=folder, check=True, timeout=60)
+
+    def make(name: str) -> tuple[Path, Path]:
+        source = folder / f"{name.replace(' ', '-')}.c"
+        source.write_text(model_tuner(MACHINES[name](), plugin=True).text)
+        library = source.with_suffix(".so")
+        subprocess.run(
+            [*strict, "-pedantic", "-shared", "-fPIC", str(source), "-o", str(library)],
+            check=True,
+            timeout=60,
+        )
+        return folder / "harness", library
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["dgx-1v", "two servers"])
+def test_the_plug_in_chooses_as_its_file_through_each_version_of_the_interface(
+    built: Callable[[str], tuple[Path, Path]], name: str
+) -> None:
+    """One struct for each version; constants of either size stay as they are, and NCCL chooses all else itself."""
+    harness, library = built(name)
+    here, lines = setting_of(with_all_capabilities(MACHINES[name]())), read(tuner_text(name))
+    calls = [
+        (place, size) for place in range(5) for size in (0, 1, 4095, 1 << 16, 1 << 20, (1 << 30) + 1, 1 << 40)
+    ]
+
+    def run(version: int, ranks: int, missing: int = -1) -> list[list[float]]:
+        done = subprocess.run(
+            [str(harness), str(library), str(version), str(ranks), str(here.servers), str(missing)],
+            input="".join(f"{place} {size}\n" for place, size in calls),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, (done.returncode, done.stderr)
+        head, *rows = done.stdout.splitlines()
+        assert head == f"topoplan {32 if version == 5 else 40} {1152 if version < 7 else 1272}"
+        assert ("chooses for" if ranks == here.ranks else "leaves") in done.stderr
+        return [[float(word) for word in row.split()] for row in rows]
+
+    expected = []
+    for place, size in calls:
+        algorithm, protocol, channels = chosen(
+            lines, COLLECTIVE_NAMES[place], size, nodes=here.servers, ranks=here.ranks
+        )
+        expected.append([PLUGIN_ALGORITHMS.index(algorithm), PLUGIN_PROTOCOLS.index(protocol), channels, 0])
+    for version in (5, 6, 7):
+        assert run(version, here.ranks) == expected
+    assert run(6, here.ranks + 1) == [[0, 0, 0, 10]] * len(calls)
+    ring_simple = 1 * 3 + 2
+    without = run(7, here.ranks, missing=ring_simple)
+    for found, wanted in zip(without, expected, strict=True):
+        assert found == ([0, 0, 0, 10] if wanted[:2] == [1, 2] else wanted)

@@ -1,6 +1,7 @@
-"""Write the file of NCCL's example tuner plugin (``plugins/tuner/example``, before 2.29 ``ext-tuner/example``).
+"""Write a tuner plug-in of NCCL, or the file of its example plugin (``plugins/tuner/example``).
 
-The plugin reads the file that ``NCCL_TUNER_CONFIG_FILE`` names; ``NCCL_TUNER_PLUGIN`` names the plugin. A line is
+The plug-in is C (``tuner_plugin.c``) with the choices inside, for NCCL from 2.28 on. The example plugin reads the file
+that ``NCCL_TUNER_CONFIG_FILE`` names; ``NCCL_TUNER_PLUGIN`` names the plugin. A line is
 
     collective,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from itertools import pairwise
 
 from topoplan.engines.exported import Exported
@@ -51,6 +53,11 @@ TUNER_NAMES = {name: name.replace("_", "") for name in COLLECTIVES}
 MAX_SIZE = (1 << 64) - 1
 """End of the last range: the plugin's numbers have 64 bits."""
 
+COLLECTIVE_NUMBERS = {"broadcast": 0, "reduce": 1, "allgather": 2, "reduce_scatter": 3, "allreduce": 4}
+ALGORITHM_NUMBERS = {"tree": 0, "ring": 1, NVLS: 4, NVLS_TREE: 5, "pat": 6}
+PROTOCOL_NUMBERS = {"ll": 0, "ll128": 1, SIMPLE: 2}
+"""NCCL's own numbers, of its header for plug-ins (``nccl_common.h``, ``nccl_tuner.h``)."""
+
 TUNER_HEADER = "# collective,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff"
 
 SAME_TIME = 0.02
@@ -75,8 +82,10 @@ class TunerRange:
         return self.algorithm, self.protocol
 
 
-def model_tuner(topology: Topology) -> Exported:
+def model_tuner(topology: Topology, *, plugin: bool = False) -> Exported:
     """Return the file of the choices that NCCL's own model finds fastest on a machine.
+
+    With `plugin` it is the source of a tuner plug-in, which needs no file beside it.
 
     >>> import topoplan
     >>> for line in model_tuner(topoplan.load("dgx-a100")).text.splitlines()[4:7]:
@@ -95,6 +104,7 @@ def model_tuner(topology: Topology) -> Exported:
         here.ranks,
         lambda _: most,
         f"NCCL's own model of {topology.name}, with published measurements where there are any",
+        plugin=plugin,
     )
     switched = any(device.kind == "nvswitch" for device in topology.devices)
     if here.generation < HOPPER or here.multicast or not switched:
@@ -132,12 +142,13 @@ def measured_tuner(
     channels: Callable[[str], int | None],
     source: str,
     others: Sequence[TunerRange] = (),
+    plugin: bool = False,
 ) -> Exported:
     """Return the file of the choices that were measured to be fastest; raise if nothing was measured.
 
     ``times`` hold seconds by collective, algorithm and protocol, and size in bytes. ``channels`` returns the most
     channels that NCCL has for an algorithm, None if unknown. ``source`` describes the times at the head of the file;
-    ``others`` are for collectives that were not measured.
+    ``others`` are for collectives that were not measured. `plugin` is that of `model_tuner`.
 
     >>> times = {"allreduce": {("tree", "ll"): {1024: 20e-6, 1 << 20: 90e-6}, ("ring", "simple"): {1 << 20: 60e-6}}}
     >>> print(measured_tuner(times, servers=2, ranks=16, channels=lambda _: 2, source="two logs").text.splitlines()[-1])
@@ -157,7 +168,7 @@ def measured_tuner(
     if not ranges:
         raise UsageError("no size was measured, so there is nothing to tune; give logs with rows")
     filled = [one for one in others if one.collective not in times]
-    exported = _exported([*ranges, *filled], servers, ranks, channels, source)
+    exported = _exported([*ranges, *filled], servers, ranks, channels, source, plugin=plugin)
     if filled:
         names = ", ".join(dict.fromkeys(TUNER_NAMES[one.collective] for one in filled))
         return replace(
@@ -171,9 +182,16 @@ def _order(choice: tuple[str, str]) -> tuple[int, int]:
 
 
 def _exported(
-    ranges: Sequence[TunerRange], servers: int, ranks: int, channels: Callable[[str], int | None], source: str
+    ranges: Sequence[TunerRange],
+    servers: int,
+    ranks: int,
+    channels: Callable[[str], int | None],
+    source: str,
+    *,
+    plugin: bool,
 ) -> Exported:
-    lines = []
+    """Return the choices as the example plugin's file, or with `plugin` as the source of a plug-in of their own."""
+    lines: list[tuple[TunerRange, int]] = []
     unknown = False
     for collective in dict.fromkeys(one.collective for one in ranges):
         own = [one for one in ranges if one.collective == collective]
@@ -182,22 +200,28 @@ def _exported(
             most = channels(one.algorithm)
             unknown = unknown or most is None
             stop = MAX_SIZE if following is None else following.start - 1
-            for part, end in _by_channels(one, stop, most, ranks):
-                lines.append(
-                    f"{TUNER_NAMES[collective]},{part.start},{end},{part.algorithm},{part.protocol},{part.channels},"
-                    f"{servers},{ranks},-1,-1"
-                )
+            lines += _by_channels(one, stop, most, ranks)
+    missing = [TUNER_NAMES[name] for name in COLLECTIVES if name not in {one.collective for one in ranges}]
+    if plugin:
+        notes = [f"NCCL chooses itself for communicators of other sizes than {ranks} ranks on {servers}"]
+        notes += [f"NCCL chooses itself for {', '.join(missing)}"] if missing else []
+        return Exported(_plugin_source(lines, servers, ranks, source), tuple(notes))
     head = [
         "# NCCL_TUNER_CONFIG_FILE of NCCL's example tuner plugin",
         f"# from {source[:110]}",
         f"# for communicators of {ranks} ranks on {counted(servers, 'server')}",
         TUNER_HEADER,
     ]
+    rows = [
+        f"{TUNER_NAMES[one.collective]},{one.start},{end},{one.algorithm},{one.protocol},{one.channels},"
+        f"{servers},{ranks},-1,-1"
+        for one, end in lines
+    ]
     notes = [
         "the example plugin gives one channel to every call that no line matches: communicators of other sizes than "
-        f"{ranks} ranks on {servers} need lines of their own, or no plugin"
+        f"{ranks} ranks on {servers} need lines of their own, or no plugin; --to nccl-tuner-plugin writes one that "
+        "leaves them to NCCL"
     ]
-    missing = [TUNER_NAMES[name] for name in COLLECTIVES if name not in {one.collective for one in ranges}]
     if missing:
         notes.append(f"no lines for {', '.join(missing)}: the example plugin runs them on one channel")
     if unknown:
@@ -205,7 +229,27 @@ def _exported(
             "warning: channels are not known and stand as -1, which the example plugin runs as one channel; name them "
             "with --nccl-channels, or log with NCCL_DEBUG=INFO"
         )
-    return Exported("\n".join([*head, *lines]) + "\n", tuple(notes))
+    return Exported("\n".join([*head, *rows]) + "\n", tuple(notes))
+
+
+def _plugin_source(lines: Sequence[tuple[TunerRange, int]], servers: int, ranks: int, source: str) -> str:
+    """Return the source in C of a plug-in that makes these choices, and leaves all others to NCCL."""
+    rows = [
+        f"    {{{COLLECTIVE_NUMBERS[one.collective]}, {one.start}u, {end}u, {ALGORITHM_NUMBERS[one.algorithm]}, "
+        f"{PROTOCOL_NUMBERS[one.protocol]}, {max(one.channels, 0)}}}, /* {TUNER_NAMES[one.collective]} "
+        f"{one.algorithm} {one.protocol} */"
+        for one, end in lines
+    ]
+    told = "".join(letter if letter.isprintable() else "?" for letter in source).replace("*/", "* /")
+    table = [
+        f"/* From {told[:110]}. */",
+        f"static const size_t RANKS = {ranks}, SERVERS = {servers};",
+        "static const Row ROWS[] = {",
+        *rows,
+        "};",
+    ]
+    template = files(__package__).joinpath("tuner_plugin.c").read_text(encoding="utf-8")
+    return template.replace("@TABLE@", "\n".join(table))
 
 
 def _by_channels(
