@@ -30,7 +30,7 @@ from tests.support.tcp_jobs import backends_in_threads
 from topoplan.errors import BackendError, UsageError
 
 ELEMENTS = 70_001
-LIMIT_SECONDS = 40.0
+LIMIT_SECONDS = 120.0
 
 
 def invite(comm: Communicator, folder: Path) -> None:
@@ -75,7 +75,7 @@ def member(rank: int, size: int, backend: str, folder: str, told: Connection) ->
 
 def newcomer(size: int, folder: str, seat: int | None, told: Connection) -> None:
     """A rank that comes later."""
-    comm = Communicator.join(Path(folder, "invitation").read_text(), original_rank=seat, wait=30)
+    comm = Communicator.join(Path(folder, "invitation").read_text(), original_rank=seat, wait=LIMIT_SECONDS)
     take_part(comm, told, Path(folder), size, came=True)
 
 
