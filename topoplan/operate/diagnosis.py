@@ -248,10 +248,13 @@ def _divided(server: Topology, _found: Resemblance) -> list[Fault]:
         faults.append(Fault("no peer access", barred, state, "peer access (ACS off, one container)"))
     refused: dict[tuple[str, ...], list[str]] = {}
     lost = _pairs_that_lose_routes(server)
+    told: set[tuple[str, str]] = set()  # a pair that is refused both ways is one fault
     for gpu in server.gpus:
         if gpu not in barred and not divided[gpu]:
-            peers = named_peers(server.device(gpu), REFUSED, server.gpus)
-            refused.setdefault(tuple(peer for peer in peers if (gpu, peer) in lost), []).append(gpu)
+            named = named_peers(server.device(gpu), REFUSED, server.gpus)
+            peers = tuple(peer for peer in named if (gpu, peer) in lost and (peer, gpu) not in told)
+            refused.setdefault(peers, []).append(gpu)
+            told |= {(gpu, peer) for peer in peers}
     for others, gpus in refused.items():
         if others:
             state = f"no peer access to {listed(others).lower()}: copies pass the CPU's memory"

@@ -163,7 +163,7 @@ SOUND = ("dgx1p", "dgx1v", "dgx2", "dgx_a100", "dgx_h100", "pcie_box", "hidden_s
 AMISS = {
     "one_mig": ["MIG"],
     "lost_gpu": ["told", "told"],
-    "refused_p2p": ["link missing", *["no peer access"] * 2],
+    "refused_p2p": ["link missing", "no peer access"],
 }
 """MIG mode, a GPU that does not answer, and a link that may not be used."""
 
