@@ -1,0 +1,302 @@
+"""All-to-alls of uneven blocks: the same results as numpy's on every back end, by plans that are kept."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import topoplan
+from collectives import Communicator
+from collectives.backends.loopback.paced_loopback import PacedLoopback
+from collectives.backends.shared.shared_backend import SharedBackend
+from collectives.backends.tcp.tcp_backend import TcpBackend
+from collectives.backends.uneven_exchange import KnownCounts, demand_of
+from collectives.peers.rendezvous import Rendezvous
+from tests.support.job_meeting import Meeting, as_threads, of_all
+from tests.support.small_fabrics import direct_machines
+from topoplan.errors import BackendError, UsageError
+from topoplan.machine.topology import Topology
+from topoplan.plans.plan import Plan
+
+Array = NDArray[Any]
+Rows = list[list[int]]
+
+RANKS = 4
+
+
+@cache
+def machine_plan() -> Plan:
+    """The plan of four GPUs of which two pairs have no link and relay."""
+    return topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7])
+
+
+def draw(seed: int, highest: int, zeros: float = 0.3) -> Rows:
+    generator = np.random.default_rng(seed)
+    counts = generator.integers(0, highest, (RANKS, RANKS))
+    counts[generator.random((RANKS, RANKS)) < zeros] = 0
+    return counts.tolist()
+
+
+SEQUENCE: list[tuple[Rows, tuple[int, ...]]] = [
+    ([[0] * 4] * 4, ()),
+    ([[5, 0, 0, 0], [0, 3, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1]], ()),
+    ([[0, 0, 700, 0]] * 4, (3,)),
+    ([[1, 2, 3, 4], [0, 0, 0, 0], [9, 9, 9, 9], [0, 1, 0, 0]], ()),
+    (draw(1, 40), ()),
+    (draw(2, 3000), (2, 1)),
+    (draw(3, 90_000), ()),
+    (draw(3, 90_000), ()),
+    ([[7] * 4] * 4, (5,)),
+    (draw(4, 3000), (0,)),
+]
+"""Counts, and the shape of a row: nothing, only blocks that stay, one hot receiver, a silent rank, random ones."""
+
+
+def inputs(rows: Rows, rest: Sequence[int] = (), dtype: str = "float32") -> list[Array]:
+    """Arrays whose elements all differ."""
+    shapes = [(sum(row), *rest) for row in rows]
+    return [
+        (np.arange(np.prod(shape)).reshape(shape) + 4_000_000 * rank).astype(dtype)
+        for rank, shape in enumerate(shapes)
+    ]
+
+
+def exchanged(arrays: Sequence[Array], rows: Rows) -> list[Array]:
+    """What every rank must get."""
+    blocks = [np.split(array, np.cumsum(row)[:-1]) for array, row in zip(arrays, rows, strict=True)]
+    return [np.concatenate([row[rank] for row in blocks]) for rank in range(len(arrays))]
+
+
+def column(rows: Rows, rank: int) -> list[int]:
+    return [row[rank] for row in rows]
+
+
+def shared() -> Callable[[int, str], Any]:
+    meeting = Meeting(RANKS)
+    return lambda rank, _: SharedBackend(meeting.gather(rank), rank=rank, size=RANKS)
+
+
+def tcp() -> Callable[[int, str], Any]:
+    return lambda rank, address: TcpBackend(rank, RANKS, rendezvous=address, flight_bytes=1 << 10)
+
+
+def on_ranks(body: Callable[[Communicator, int], Any], backend: str, **options: Any) -> list[Any]:
+    """Return the body's result on each rank, a thread."""
+    opened = {"shared": shared, "tcp": tcp}[backend]()
+
+    def be(rank: int) -> Any:
+        with Communicator(machine_plan(), opened(rank, meeting.address), **options) as comm:
+            return body(comm, rank)
+
+    with Rendezvous("127.0.0.1:0", RANKS) as meeting:
+        return of_all(as_threads(RANKS, be))
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"), [("shared", {}), ("tcp", {}), ("tcp", {"on_failure": "shrink"})]
+)
+def test_ranks_exchange_what_numpy_does(backend: str, options: dict[str, str]) -> None:
+    """Into new arrays, given ones, arrays of shared memory, and in the background."""
+
+    def body(comm: Communicator, rank: int) -> None:
+        for rows, rest in SEQUENCE:
+            arrays = inputs(rows, rest)
+            wanted = exchanged(arrays, rows)[rank]
+            found = comm.all_to_all_v(arrays[rank], rows[rank])
+            assert found.dtype == wanted.dtype
+            assert np.array_equal(found, wanted)
+            given, out = comm.empty(arrays[rank].shape), comm.empty(wanted.shape)
+            given[...] = arrays[rank]
+            handle = comm.all_to_all_v(given, rows[rank], column(rows, rank), out=out, async_op=True)
+            assert handle.wait() is out
+            assert np.array_equal(out, wanted)
+
+    on_ranks(body, backend, chunk_bytes=1 << 14, **options)
+
+
+@pytest.mark.parametrize("backend", ["loopback", "paced"])
+def test_one_process_exchanges_what_numpy_does(backend: str) -> None:
+    made = "loopback" if backend == "loopback" else PacedLoopback(RANKS, scale=1e9)
+    with Communicator(machine_plan(), made, chunk_bytes=1 << 14) as comm:
+        for rows, rest in SEQUENCE:
+            arrays = inputs(rows, rest, "int64")
+            columns = [column(rows, rank) for rank in range(RANKS)]
+            for found, wanted in zip(
+                comm.all_to_all_v(arrays, rows, columns), exchanged(arrays, rows), strict=True
+            ):
+                assert found.dtype == wanted.dtype
+            assert np.array_equal(found, wanted)
+
+
+@settings(max_examples=30)
+@given(
+    direct_machines(), st.integers(0, 2**32), st.sampled_from([3, 100, 2000]), st.sampled_from([16, 1 << 20])
+)
+def test_any_machine_and_counts_are_exchanged(small: Topology, seed: int, highest: int, chunk: int) -> None:
+    plan = topoplan.plan(small)
+    size = len(plan.ranks)
+    generator = np.random.default_rng(seed)
+    rows = (generator.integers(0, highest, (size, size)) * generator.integers(0, 2, (size, size))).tolist()
+    arrays = inputs(rows)
+    with Communicator(plan, chunk_bytes=chunk) as comm:
+        for found, wanted in zip(comm.all_to_all_v(arrays, rows), exchanged(arrays, rows), strict=True):
+            assert np.array_equal(found, wanted)
+
+
+def test_calls_of_near_counts_share_a_plan_and_move_no_padding() -> None:
+    """Each sends nearly 800 elements to the next rank and a few to the one behind it, through one switch."""
+    with Communicator(topoplan.plan("dgx-2", gpus=[0, 1, 2, 3])) as comm:
+        store = comm._members.execution.store
+        for few in (12, 9, 12, 12):
+            rows = [[(5, 800 - few, few, 0)[(s - r) % 4] for s in range(4)] for r in range(4)]
+            before = sum(comm.bytes_sent().values())
+            comm.all_to_all_v(inputs(rows), rows)
+            assert sum(comm.bytes_sent().values()) - before == 4 * 4 * 800
+        assert store.demands_planned == 1
+        comm.all_to_all_v(inputs([[9] * 4] * 4), [[9] * 4] * 4)  # by the plan of all_to_all
+        assert store.demands_planned == 1
+        comm.all_to_all_v(inputs([[0, 9, 0, 0]] * 4), [[0, 9, 0, 0]] * 4)
+        assert store.demands_planned == 2
+
+
+@settings(max_examples=200)
+@given(st.lists(st.lists(st.integers(0, 5000), min_size=4, max_size=4), min_size=4, max_size=4))
+def test_a_demand_has_room_for_its_counts(rows: Rows) -> None:
+    """A block is planned with its share of the longest at least, an eighth more of that at most, or twice its own."""
+    demand = demand_of(tuple(map(tuple, rows)))
+    blocks = [(rows[r][s], demand[r][s]) for r in range(4) for s in range(4) if r != s] if demand else []
+    longest, whole = max(blocks, key=lambda block: block[0], default=(0, 0))
+    for count, planned in blocks:
+        assert (planned == 0) == (count == 0)
+        assert planned * longest >= count * whole
+        assert planned * longest <= max(count * whole + whole * longest / 8, 0)
+        assert planned * longest < max(2 * count * whole, whole * longest / 32) or not count
+
+
+def test_ranks_that_know_a_matrix_by_other_numbers_agree() -> None:
+    """Rank 0 sends the same in two matrices: its latest is the second, and rank 1 asks for the first."""
+    known = KnownCounts()
+    first, second = ((1, 2), (3, 4)), ((1, 2), (5, 6))
+    for counts in (first, second):
+        assert known.agreed([json.dumps([row, None]) for row in counts]) == counts
+    assert known.agreed(["[2, null]", "[1, null]"]) == first
+    assert known.agreed(["[1, null]", "[1, 1]"]) == first
+    assert known.agreed(["[1, null]", "[2, 2]"]) == second
+    with pytest.raises(UsageError, match="rank 1 sends 5 elements to rank 0, which expects 3"):
+        known.agreed(["[1, 1]", "[[5, 6], null]"])
+
+
+EVEN = [[1] * RANKS] * RANKS
+REFUSED: list[tuple[Callable[[Communicator, int], Any], str]] = [
+    (
+        lambda comm, rank: comm.all_to_all_v(np.zeros(4), EVEN[rank], [1, 1, 1 + (rank == 2), 1]),
+        "rank 2 sends 1 elements to rank 2, which expects 2; correct the counts of one of them",
+    ),
+    (
+        lambda comm, rank: comm.all_to_all_v(np.zeros(4), EVEN[rank], [1, 1 + (rank == 3), 1, 1]),
+        "rank 1 sends 1 elements to rank 3, which expects 2; correct the counts of one of them",
+    ),
+    (
+        lambda comm, rank: comm.all_to_all_v(np.zeros(4), [1, 1, 3, -1] if rank == 1 else EVEN[rank]),
+        r"send_counts of rank 1 must be whole numbers from 0 on, got \[1, 1, 3, -1\]; correct it",
+    ),
+    (
+        lambda comm, rank: comm.all_to_all_v(np.zeros(4), [1, 1, 1.0, 1] if rank == 1 else EVEN[rank]),
+        "send_counts of rank 1 must be whole numbers",
+    ),
+    (
+        lambda comm, rank: comm.all_to_all_v(np.zeros(4), EVEN[rank], [2, 2] if rank == 1 else EVEN[rank]),
+        "recv_counts of rank 1 must be 4 numbers for 4 ranks, got 2; pass one for each rank",
+    ),
+    (
+        lambda comm, rank: comm.all_to_all_v(np.zeros(4 - (rank == 1)), EVEN[rank]),
+        "send_counts of rank 1 must add up to the 3 rows of its array, got 4; ",
+    ),
+    (
+        lambda comm, rank: comm.all_to_all_v(np.zeros(4), EVEN[rank], out=np.zeros(4 + (rank == 1))),
+        r"rank 1 has an out array of shape \(5,\) and dtype float64; this result needs shape \(4,\)",
+    ),
+    (
+        lambda comm, rank: comm.all_to_all_v(np.zeros((4, 2 + (rank == 1))), EVEN[rank]),
+        "rank 1",
+    ),
+    (
+        lambda comm, rank: (
+            comm.all_to_all(np.zeros(4)) if rank == 1 else comm.all_to_all_v(np.zeros(4), EVEN[rank])
+        ),
+        "rank 1",
+    ),
+]
+
+
+@pytest.mark.parametrize("backend", ["shared", "tcp"])
+def test_wrong_counts_are_refused_on_all_ranks_before_anything_moves(backend: str) -> None:
+    def body(comm: Communicator, rank: int) -> list[str]:
+        texts = []
+        for call, _ in REFUSED:
+            before = comm.bytes_sent()
+            with pytest.raises(UsageError) as caught:
+                call(comm, rank)
+            texts.append(str(caught.value))
+            assert comm.bytes_sent() == before
+            found = comm.all_to_all_v(
+                np.arange(7, dtype="float32") + 10 * rank, [0, 4, 2, 1], async_op=True
+            ).wait()
+            assert len(found) == 4 * [0, 4, 2, 1][rank]
+        return texts
+
+    for (_, wanted), texts in zip(REFUSED, zip(*on_ranks(body, backend), strict=True), strict=True):
+        for text in texts:
+            assert re.search(wanted, text), (wanted, text)
+        assert len(set(texts)) == 1 or "correct the counts" not in wanted
+
+
+def test_one_process_refuses_wrong_counts() -> None:
+    with Communicator(machine_plan()) as comm:
+        arrays = inputs(EVEN)
+        for counts, received, wanted in [
+            (EVEN[:3], None, "3 send_counts for 4 ranks"),
+            (EVEN, [[1, 1, 1, 1]] * 3 + [[1, 1, 1, 2]], "rank 3 sends 1 elements to rank 3, which expects 2"),
+            ([[1, 1, 2, 0]] * 3 + [[4, 4, 4, 4]], None, "must add up to the 4 rows of its array, got 16"),
+        ]:
+            with pytest.raises(UsageError, match=wanted):
+                comm.all_to_all_v(arrays, counts, received)
+        with pytest.raises(UsageError, match="share memory"):
+            comm.all_to_all_v(arrays, EVEN, out=[arrays[0]] * 4)
+
+
+def test_a_result_may_replace_the_input() -> None:
+    """Blocks of equal sums in place, which overlap everywhere."""
+    rows = [[0, 3, 1, 0], [1, 0, 0, 3], [3, 0, 1, 0], [0, 1, 2, 1]]
+    arrays = inputs(rows)
+    wanted = exchanged(arrays, rows)
+    with Communicator(machine_plan()) as comm:
+        comm.all_to_all_v(arrays, rows, out=arrays)
+    assert all(np.array_equal(*pair) for pair in zip(arrays, wanted, strict=True))
+
+
+def test_counts_of_ranks_that_failed_are_not_repeated() -> None:
+    """Rank 3 leaves; the others may call again with counts for three."""
+
+    def body(comm: Communicator, rank: int) -> Any:
+        comm.all_to_all_v(np.zeros(4), EVEN[rank])
+        if rank == 3:
+            comm.abort("the test wants it")
+            return None
+        with pytest.raises(
+            BackendError, match="changed from 4 to 3, so this all_to_all_v cannot be repeated"
+        ):
+            comm.all_to_all_v(np.zeros(4), EVEN[rank])
+        return comm.all_to_all_v(np.full(6, rank), [1, 2, 3]).tolist()
+
+    found = on_ranks(body, "tcp", on_failure="shrink")
+    assert found[:3] == [[0, 1, 2], [0, 0, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1, 2, 2, 2]]
