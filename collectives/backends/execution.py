@@ -33,8 +33,9 @@ from collectives.backends.backend import (
 from collectives.backends.exchange_rounds import ExchangeRounds
 from collectives.backends.open_backend import check_helpers
 from collectives.backends.plan_and_chunk_store import ChunkSizes, PlanStore, plan_locally
-from collectives.backends.request import CallKind, Request
+from collectives.backends.request import CallKind, Counts, Request
 from collectives.backends.uneven_exchange import (
+    UNEVEN,
     KnownCounts,
     UnevenCall,
     demand_of,
@@ -204,8 +205,8 @@ class Execution(Generic[Array]):
             if plan.exchanges:
                 return self._run_exchange(request, plan)
         key, table, signature = self._lowered.get(kind) or self._lower(kind)
-        if request.prepared:
-            signature = replace(signature, prepared=request.prepared)
+        if request.prepared or request.counts:
+            signature = replace(signature, prepared=request.prepared, counts=request.counts)
         memory = [self._memory(request, place, rank) for place, rank in enumerate(self.backend.ranks)]
         if divides_first(kind):
             memory = [replace(one, source=self._divided(one.source, one.rank)) for one in memory]
@@ -444,25 +445,53 @@ class Execution(Generic[Array]):
         call = Call(key.plan, table, signature, op, signature.dtype, itemsize, memory)
         self._run(call, key.digest, count * itemsize)
 
+    def run_uneven(self, asked: UnevenCall[Array]) -> Any:
+        """Run an all-to-all of uneven blocks as `run`, once all ranks know the counts of all.
+
+        A rank whose counts are those of an earlier call assumes that all ranks repeat it. The agreement before anything
+        moves tells whether they do; otherwise they exchange their counts.
+        """
+        backend = self.backend
+        number = self._counts.number(backend.ranks[0], asked) if backend.one_rank else 0
+        if number:
+            request = self._uneven_request(asked, number, self._counts.of(number))
+            if request.kind in self._lowered:
+                try:
+                    return self.run(request)
+                except RefusedError as error:
+                    if not error.unknown_counts:
+                        raise
+        return self.run(self.bound_to_counts(asked))
+
     def bound_to_counts(self, asked: UnevenCall[Array]) -> Request[Array]:
-        """Return the request of an all-to-all of uneven blocks once all ranks know the counts of all.
+        """Return the request of an all-to-all of uneven blocks once all ranks have exchanged their counts.
 
         Raises `RefusedError` on all ranks if a rank expects other counts than it is sent, and `UsageError` if ``out``
         has another shape: then the others raise `RefusedError`.
         """
         backend, library = self.backend, self.backend.arrays
-        rows = asked.sent
-        if backend.one_rank:
-            first = asked.inputs[0]
-            agreed = {"dtype": library.dtype(first), "shape": shape_text(library.shape(first)[1:])}
-            with self._agreed_gather(collective="all_to_all_v", **agreed) as gather:
-                texts = gather(self._counts.text(backend.ranks[0], asked))
-            try:
-                rows = self._counts.agreed(texts, unit=asked.unit)
-            except UsageError as error:
-                raise RefusedError(str(error), by_all=True, next_call=self._calls) from None
+        if not backend.one_rank:
+            return self._uneven_request(asked, 0, asked.sent)
+        first = asked.inputs[0]
+        agreed = {"dtype": library.dtype(first), "shape": shape_text(library.shape(first)[1:]), "counts": -1}
         try:
-            return uneven_request(backend, asked, rows)
+            self.agree(collective=UNEVEN, **agreed)
+        except RefusedError as error:
+            if not error.unknown_counts:
+                raise
+            self.agree(collective=UNEVEN, **agreed)  # with ranks that had assumed counts
+        texts = self.gather_texts(self._counts.text(backend.ranks[0], asked))
+        try:
+            number = self._counts.agreed(texts, unit=asked.unit)
+        except UsageError as error:
+            raise RefusedError(str(error), by_all=True, next_call=self._calls) from None
+        return self._uneven_request(asked, number, self._counts.of(number))
+
+    def _uneven_request(self, asked: UnevenCall[Array], number: int, rows: Counts) -> Request[Array]:
+        """Return the request of counts of this number; refuse it with all ranks if ``out`` does not fit."""
+        backend = self.backend
+        try:
+            return uneven_request(backend, asked, rows, number=number)
         except UsageError as error:
             if backend.one_rank:
                 self.refuse(str(error))
@@ -484,7 +513,7 @@ class Execution(Generic[Array]):
             return self._plan(kind.collective, kind.root, kind.nbytes)
         return self.store.plan_of_demand(
             demand,
-            made_by=lambda make: self.planned(make, collective="all_to_all_v", about=digest_of(demand)),
+            made_by=lambda make: self.planned(make, collective=UNEVEN, about=digest_of(demand)),
         )
 
     def settled(self, collective: str, root: int | None, nbytes: int) -> bool:
@@ -698,12 +727,12 @@ class Execution(Generic[Array]):
 def _agreed_fields(kind: CallKind) -> dict[str, Any]:
     """Return what a signature has of a kind."""
     return {
-        "collective": kind.collective,
+        "collective": kind.collective if kind.uneven is None else UNEVEN,
         "root": kind.root,
         "op": kind.op,
         "dtype": kind.dtype,
         "count": kind.count,
-        "shape": shape_text(kind.input_shape),
+        "shape": shape_text(kind.input_shape if kind.uneven is None else kind.input_shape[1:]),
     }
 
 

@@ -77,7 +77,7 @@ class Request(Generic[Array]):
 
     `inputs` and `outputs` have an entry for each rank of this process; an output is None without an array of the
     caller's. `about` is the meaning of the elements, if ranks that differ in it must not exchange them. `prepared` is
-    the number of a prepared call, else 0.
+    the number of a prepared call, else 0; `counts` that of the counts of an uneven all-to-all.
     """
 
     kind: CallKind
@@ -85,6 +85,7 @@ class Request(Generic[Array]):
     outputs: list[Array | None]
     about: str | None = None
     prepared: int = 0
+    counts: int = 0
 
 
 def request(

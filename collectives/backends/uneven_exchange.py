@@ -36,6 +36,9 @@ from topoplan.plans.plan import ALL_TO_ALL
 
 Array = TypeVar("Array")
 
+UNEVEN = "all_to_all_v"
+"""The name of an uneven all-to-all in signatures."""
+
 KNOWN_COUNTS = 16
 """Matrices of counts that ranks need not send again."""
 
@@ -141,68 +144,86 @@ def check_counts(sent: Counts, received: Sequence[Sequence[int] | None], *, unit
 
 
 class KnownCounts:
-    """The last matrices of counts on which the ranks have agreed, the same on all ranks.
+    """The last matrices of counts on which the ranks have agreed, by numbers from 1 on, the same on all ranks.
 
     A rank sends what it sends and what it expects: counts, or the number of a known matrix that has them.
 
     >>> known = KnownCounts()
-    >>> known.agreed(['[[1, 2], null]', '[[3, 0], [2, 0]]'])
-    ((1, 2), (3, 0))
+    >>> known.agreed(['[[1, 2], null]', '[[3, 0], [2, 0]]']), known.of(1)
+    (1, ((1, 2), (3, 0)))
     >>> known.agreed(["[1, null]", "[1, 1]"])
-    ((1, 2), (3, 0))
+    1
     """
 
     def __init__(self) -> None:
         self._known: dict[int, Counts] = {}
         self._last = 0
 
-    def text(self, rank: int, call: UnevenCall[Any]) -> str:
-        """Return what this rank sends to the others: its counts, or the number of the latest matrix with them."""
+    def number(self, rank: int, call: UnevenCall[Any]) -> int:
+        """Return the number of the latest matrix that has a rank's counts; 0 if none has."""
         (sent,), (received,) = call.sent, call.received
         for number, counts in reversed(self._known.items()):
-            if counts[rank] == sent and (received is None or tuple(row[rank] for row in counts) == received):
-                return json.dumps([number, None if received is None else number])
-        return json.dumps([sent, received])
+            if counts[rank] == sent and (received is None or _column(counts, rank) == received):
+                return number
+        return 0
 
-    def agreed(self, texts: Sequence[str], *, unit: str = "elements") -> Counts:
-        """Return the counts of all ranks by their texts; raise `UsageError` if they do not fit together."""
+    def of(self, number: int) -> Counts:
+        """Return a matrix, which all ranks use now."""
+        self._known[number] = counts = self._known.pop(number)
+        return counts
+
+    def text(self, rank: int, call: UnevenCall[Any]) -> str:
+        """Return what a rank sends to the others."""
+        (sent,), (received,) = call.sent, call.received
+        number = self.number(rank, call)
+        return json.dumps([number or sent, None if received is None else number or received])
+
+    def agreed(self, texts: Sequence[str], *, unit: str = "elements") -> int:
+        """Return the number of the counts of all ranks, by their texts; raise `UsageError` if two do not fit."""
         found = [json.loads(text) for text in texts]
         number = found[0][0]
         if isinstance(number, int) and all(
             row == number and column in (number, None) for row, column in found
         ):
-            self._known[number] = counts = self._known.pop(number)
-            return counts
+            return number
         sent: list[tuple[int, ...]] = []
         received: list[tuple[int, ...] | None] = []
         for rank, (row, column) in enumerate(found):
             sent.append(self._known[row][rank] if isinstance(row, int) else tuple(row))
             if isinstance(column, int):
-                received.append(tuple(other[rank] for other in self._known[column]))
+                received.append(_column(self._known[column], rank))
             else:
                 received.append(None if column is None else tuple(column))
         counts = tuple(sent)
         check_counts(counts, received, unit=unit)
         for number, known in self._known.items():
             if known == counts:  # ranks had taken it for different ones
-                self._known[number] = self._known.pop(number)
-                return counts
+                return number
         if len(self._known) == KNOWN_COUNTS:
             del self._known[next(iter(self._known))]
         self._last += 1
         self._known[self._last] = counts
-        return counts
+        return self._last
 
 
-def uneven_request(backend: Backend[Array], call: UnevenCall[Array], rows: Counts) -> Request[Array]:
+def _column(counts: Counts, rank: int) -> tuple[int, ...]:
+    """Return what a rank gets from each."""
+    return tuple(row[rank] for row in counts)
+
+
+def uneven_request(
+    backend: Backend[Array], call: UnevenCall[Array], rows: Counts, *, number: int = 0
+) -> Request[Array]:
     """Return the request of an uneven all-to-all whose ranks send each other these rows; `UsageError` if ``out`` does
     not fit.
+
+    `number` is that of the rows in `KnownCounts`.
     """
     library, first = backend.arrays, call.inputs[0]
     key = library.dtype(first), library.itemsize(first), library.shape(first)[1:]
     kind = _uneven_kind(*key, rows, backend.ranks)
-    received = tuple(tuple(row[rank] for row in rows) for rank in backend.ranks)
-    return Request(kind, call.inputs, _outputs(backend, call, received))
+    received = tuple(_column(rows, rank) for rank in backend.ranks)
+    return Request(kind, call.inputs, _outputs(backend, call, received), counts=number)
 
 
 def _outputs(backend: Backend[Array], call: UnevenCall[Array], received: Counts) -> list[Array | None]:

@@ -233,6 +233,8 @@ class CommunicatorMembers:
 
     def run_uneven(self, execution: Execution[Any], asked: UnevenCall[Any]) -> Any:
         """Run an all-to-all of uneven blocks as `run`, once all ranks know the counts of all."""
+        if self._monitor is None:
+            return execution.run_uneven(asked)
         return self.run(execution, execution.bound_to_counts(asked))
 
     def run_uneven_to_end(

@@ -481,11 +481,16 @@ class GroupCollectives:
     ) -> Any:
         """Run an all-to-all of given counts from and to each rank: by plan, or by the inner group, in bytes."""
         if op is not None and input.device.type == "cpu" and self._carries([input], None):
-            given, found = line_of(input), line_of(output)
+            line, found = line_of(input), line_of(output)
+
+            def fill() -> None:
+                copy_lines([output], [found])
+                then()
+
             return self._started(
-                lambda comm: comm.all_to_all_v(given, sent, received, out=found, async_op=True),
-                given,
-                lambda: (copy_lines([output], [found]), then())[1],
+                lambda comm: comm.all_to_all_v(line, sent, received, out=found, async_op=True),
+                line,
+                fill,
                 results,
                 opts,
             )

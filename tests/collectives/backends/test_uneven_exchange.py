@@ -185,14 +185,40 @@ def test_a_demand_has_room_for_its_counts(rows: Rows) -> None:
 def test_ranks_that_know_a_matrix_by_other_numbers_agree() -> None:
     """Rank 0 sends the same in two matrices: its latest is the second, and rank 1 asks for the first."""
     known = KnownCounts()
-    first, second = ((1, 2), (3, 4)), ((1, 2), (5, 6))
-    for counts in (first, second):
-        assert known.agreed([json.dumps([row, None]) for row in counts]) == counts
-    assert known.agreed(["[2, null]", "[1, null]"]) == first
-    assert known.agreed(["[1, null]", "[1, 1]"]) == first
-    assert known.agreed(["[1, null]", "[2, 2]"]) == second
+    for number, counts in ((1, ((1, 2), (3, 4))), (2, ((1, 2), (5, 6)))):
+        assert known.agreed([json.dumps([row, None]) for row in counts]) == number
+        assert known.of(number) == counts
+    assert known.agreed(["[2, null]", "[1, null]"]) == 1
+    assert known.agreed(["[1, null]", "[1, 1]"]) == 1
+    assert known.agreed(["[1, null]", "[2, 2]"]) == 2
     with pytest.raises(UsageError, match="rank 1 sends 5 elements to rank 0, which expects 3"):
         known.agreed(["[1, 1]", "[[5, 6], null]"])
+
+
+@pytest.mark.parametrize("backend", ["shared", "tcp"])
+def test_ranks_exchange_counts_only_if_one_has_others(backend: str) -> None:
+    """Rank 0 sends alike in both matrices, so it takes the second call for the first, and is corrected."""
+    matrices = [[[0, 1, 2, 3], *rest] for rest in ([[1, 0, 0, 0]] * 3, [[2, 0, 3, 0]] * 3)]
+
+    def body(comm: Communicator, rank: int) -> list[int]:
+        execution, gathers = comm._members.execution, 0
+        gather = execution.gather_texts
+
+        def counted(text: str) -> list[str]:
+            nonlocal gathers
+            gathers += 1
+            return gather(text)
+
+        execution.gather_texts = counted  # type: ignore[method-assign]
+        found = []
+        for rows in (*matrices, matrices[0], matrices[0], matrices[0], matrices[1], matrices[1]):
+            arrays = inputs(rows)
+            result = comm.all_to_all_v(arrays[rank], rows[rank])
+            assert np.array_equal(result, exchanged(arrays, rows)[rank])
+            found.append(gathers)
+        return found
+
+    assert on_ranks(body, backend, chunk_bytes=1 << 14) == [[1, 2, 3, 3, 3, 4, 4]] * RANKS
 
 
 EVEN = [[1] * RANKS] * RANKS
