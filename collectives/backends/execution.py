@@ -508,11 +508,14 @@ class Execution(Generic[Array]):
 
     def plan_of(self, kind: CallKind) -> Plan:
         """Return the plan for calls of a kind; see `planned`."""
+        plan = self._plan(kind.collective, kind.root, kind.nbytes)
         demand = demand_of(kind.rows)
         if demand is None:
-            return self._plan(kind.collective, kind.root, kind.nbytes)
+            return plan
         return self.store.plan_of_demand(
             demand,
+            kind.rows,
+            plan,
             made_by=lambda make: self.planned(make, collective=UNEVEN, about=digest_of(demand)),
         )
 

@@ -21,6 +21,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from collectives.backends.request import Counts
+from collectives.backends.uneven_exchange import serving_plan
 from collectives.tables.lowering import PlanKey
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
@@ -315,14 +317,24 @@ class PlanStore:
         return self._plans[key].at(nbytes)
 
     def plan_of_demand(
-        self, demand: DemandMatrix, *, made_by: Callable[[Callable[[], Plans]], Plans] | None = None
+        self,
+        demand: DemandMatrix,
+        rows: Counts,
+        even: Plan,
+        *,
+        made_by: Callable[[Callable[[], Plans]], Plans] | None = None,
     ) -> Plan:
-        """Return the plan of an all-to-all in which row sends to column, with `made_by` as in `plan`.
+        """Return the plan of an all-to-all in which row sends rows to column, with `made_by` as in `plan`.
 
-        The last `KEPT_DEMANDS` are kept.
+        It is one of the last `KEPT_DEMANDS`, or that of equal blocks (`even`), if `serving_plan` finds one, and else
+        that of the demand.
         """
         plans = self._of_demands.pop(demand, None)
         if plans is None:
+            known = (even, *(one.plans[-1] for one in self._of_demands.values()))
+            served = serving_plan([self.key(plan) for plan in known], rows)
+            if served is not None:
+                return served
             plans = (made_by or plan_locally)(lambda: plan_like(self._given, ALL_TO_ALL, demand=demand))
             self.demands_planned += 1
             if len(self._of_demands) == KEPT_DEMANDS:

@@ -1,12 +1,13 @@
 """Check the counts of an uneven all-to-all, agree on them, and round them to the demand that is planned.
 
 Rank r sends ``counts[r][s]`` rows of axis 0 to rank s. Every rank knows its own counts; a gather of texts gives it all
-others'. Lengths are bound when the call runs: a plan fixes the paths of each block and their shares, and its demand is
-rounded, so that calls of similar counts share one.
+others'. Lengths are bound when the call runs: a plan fixes the paths of each block and their shares.
 
-A block is planned as the next eighth of the longest one, or as the next power of two below an eighth. So no block has
-less than its bytes, and the plan takes at most as long for these counts as for their demand. Blocks that stay are no
-traffic, and are planned alike.
+A plan that is known serves other counts too, if by its paths they take at most `SERVED_WITHIN` of the least time that
+some certificate of the known plans proves for them (`serving_plan`); all of it in exact numbers, so that all ranks
+decide alike. Otherwise a demand is planned: each block as the next eighth of the longest one, or as the next power of
+two below an eighth. So no block has less than its bytes, and the plan takes at most as long for these counts as for
+their demand. Blocks that stay are no traffic, and are planned alike.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from hashlib import sha256
-from math import gcd, prod
+from math import gcd, lcm, prod
 from operator import index
 from typing import Any, Generic, TypeVar
 
@@ -29,10 +31,14 @@ from collectives.backends.request import (
     check_outputs,
     one_per_rank,
 )
+from collectives.tables.lowering import PlanKey, block_shares
 from collectives.tables.transfer_table import UnevenBlocks
-from topoplan.errors import UsageError
-from topoplan.plans.certificates.exchange import DemandMatrix
-from topoplan.plans.plan import ALL_TO_ALL
+from topoplan.errors import PlanError, UsageError
+from topoplan.machine.fabric import Fabric
+from topoplan.plans.certificates.certificate import OneFabric
+from topoplan.plans.certificates.exchange import Demand, DemandMatrix
+from topoplan.plans.loads import stage_links
+from topoplan.plans.plan import ALL_TO_ALL, Plan
 
 Array = TypeVar("Array")
 
@@ -41,6 +47,12 @@ UNEVEN = "all_to_all_v"
 
 KNOWN_COUNTS = 16
 """Matrices of counts that ranks need not send again."""
+
+SERVED_WITHIN = Fraction(9, 8)
+"""The most of the least possible time that counts may take by the plan of other ones."""
+
+MOST_PLANNED = 16
+"""The most ranks for which demands are planned: with more it takes seconds."""
 
 STEPS = 8
 """Parts of the longest block to which the others are rounded."""
@@ -293,6 +305,74 @@ def _rounded(count: int, longest: int) -> int:
     return (
         -(-parts // STEPS) * STEPS if parts > STEPS else 1 << max(parts - 1, 0).bit_length() if parts else 0
     )
+
+
+def serving_plan(known: Sequence[PlanKey], rows: Counts) -> Plan | None:
+    """Return the known plan by which some rows take the least time, if that is close to the least possible one.
+
+    Among more than `MOST_PLANNED` ranks it is returned in any case, if it has all paths. The first of equals is taken.
+
+    >>> import topoplan
+    >>> plan = topoplan.plan("v100x4", "alltoall")
+    >>> near, far = ((0, 9, 8, 8), *((8, 8, 8, 8),) * 3), ((0, 9, 0, 0), *((0, 0, 0, 0),) * 3)
+    >>> [serving_plan([PlanKey(plan.digest, plan)], rows) is plan for rows in (near, far)]
+    [True, False]
+    """
+    moved = tuple(tuple(count * (r != s) for s, count in enumerate(row)) for r, row in enumerate(rows))
+    times = [(_time_by(key, moved), number) for number, key in enumerate(known)]
+    time, number = min(((time, number) for time, number in times if time is not None), default=(None, 0))
+    if time is None:
+        return None
+    if len(rows) <= MOST_PLANNED:
+        bounds = (_least_time(key.plan, moved) for key in known)
+        if all(time > bound * SERVED_WITHIN for bound in bounds):
+            return None
+    return known[number].plan
+
+
+@lru_cache(maxsize=64)
+def _crossings(key: PlanKey) -> tuple[int, list[tuple[int, int, int, list[int]]], list[Fraction]]:
+    """Return the paths of a plan, as destination, source, parts of the block and links; their unit; and capacities."""
+    fabric = Fabric(key.plan.topology, key.plan.channels)
+    shares, shards = block_shares(key), iter(key.plan.shards)
+    unit = lcm(*(part.denominator for parts in shares.values() for part in parts))
+    crossed = []
+    for (destination, source), parts in shares.items():
+        for part in parts:  # shards of a block follow one another
+            links = stage_links(next(shards).stages[0], fabric)
+            crossed.append((destination, source, int(part * unit), links))
+    return unit, crossed, list(fabric.capacity)
+
+
+def _time_by(key: PlanKey, moved: Counts) -> Fraction | None:
+    """Return the time of rows by the paths of a plan, in ns if a row is a byte; None if a block has no path."""
+    shares = block_shares(key)
+    if any(count and (s, r) not in shares for r, row in enumerate(moved) for s, count in enumerate(row)):
+        return None
+    unit, crossed, capacity = _crossings(key)
+    loads = [0] * len(capacity)
+    for destination, source, parts, links in crossed:
+        amount = parts * moved[source][destination]
+        if amount:
+            for link in links:
+                loads[link] += amount
+    fullest: dict[Fraction, int] = {}
+    for width, load in zip(capacity, loads, strict=True):
+        fullest[width] = max(load, fullest.get(width, 0))
+    return max(load / (unit * width) for width, load in fullest.items())
+
+
+def _least_time(plan: Plan, moved: Counts) -> Fraction:
+    """Return a lower bound of `_time_by` for any plan, proved by the certificate of this one; 0 without one."""
+    certificate = plan.certificate
+    lengths = certificate.certificate if isinstance(certificate, Demand) else certificate
+    if not isinstance(lengths, OneFabric):
+        return Fraction(0)
+    demand = Demand(moved, lengths)
+    try:
+        return demand.buffer / demand.bound(Fabric(plan.topology, plan.channels), ALL_TO_ALL, None)
+    except PlanError:  # these lengths prove nothing here
+        return Fraction(0)
 
 
 def digest_of(demand: DemandMatrix) -> str:

@@ -191,8 +191,8 @@ class DenseCollectives(ABC):
         order of rank.
 
         As ``MPI_Alltoallv``, which has these names, without displacements. Counts are rows of axis 0, as the splits of
-        torch's ``all_to_all_single``. All ranks learn all counts in the call. It runs by the plan of a demand that
-        rounds them (`collectives.backends.uneven_exchange`), which later calls of similar counts use again.
+        torch's ``all_to_all_single``. All ranks learn all counts in the call. It runs by a known plan that is close to
+        the optimum for them, or by that of their demand (`collectives.backends.uneven_exchange`).
 
         Parameters
         ----------

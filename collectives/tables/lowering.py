@@ -272,8 +272,8 @@ def lower_to(key: PlanKey, borders: tuple[int, ...], chunk_elements: int) -> Tra
 
 
 @lru_cache(maxsize=64)
-def _block_shares(key: PlanKey) -> dict[tuple[int, int], tuple[Fraction, ...]]:
-    """Return the shares of the paths of a block in it, by its destination and source."""
+def block_shares(key: PlanKey) -> dict[tuple[int, int], tuple[Fraction, ...]]:
+    """Return the shares of the paths of a block in it, by its destination and source, in the order of the shards."""
     shares: dict[tuple[int, int], list[Fraction]] = {}
     for shard in key.plan.shards:
         source, destination = path_ends(shard)
@@ -296,7 +296,7 @@ def lower_uneven(key: PlanKey, blocks: UnevenBlocks, chunk_elements: int) -> Tra
     >>> list(zip(table.source.tolist(), table.start.tolist(), table.stop.tolist()))
     [(0, 3, 19), (0, 19, 23)]
     """
-    shares = _block_shares(key)
+    shares = block_shares(key)
     start, bounds = 0, [0]
     for destination in range(len(blocks.counts)):
         for source, row in enumerate(blocks.counts):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,13 +22,15 @@ from collectives import Communicator
 from collectives.backends.loopback.paced_loopback import PacedLoopback
 from collectives.backends.shared.shared_backend import SharedBackend
 from collectives.backends.tcp.tcp_backend import TcpBackend
-from collectives.backends.uneven_exchange import KnownCounts, demand_of
+from collectives.backends.uneven_exchange import KnownCounts, demand_of, serving_plan
 from collectives.peers.rendezvous import Rendezvous
+from collectives.tables.lowering import PlanKey
 from tests.support.job_meeting import Meeting, as_threads, of_all
 from tests.support.small_fabrics import direct_machines
 from topoplan.errors import BackendError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plan
+from topoplan.plans.shards import path_ends
 
 Array = NDArray[Any]
 Rows = list[list[int]]
@@ -152,20 +157,66 @@ def test_any_machine_and_counts_are_exchanged(small: Topology, seed: int, highes
             assert np.array_equal(found, wanted)
 
 
-def test_calls_of_near_counts_share_a_plan_and_move_no_padding() -> None:
-    """Each sends nearly 800 elements to the next rank and a few to the one behind it, through one switch."""
+def test_blocks_move_without_padding() -> None:
+    """Each rank sends nearly 800 elements to the next and a few to the one behind it, through one switch."""
     with Communicator(topoplan.plan("dgx-2", gpus=[0, 1, 2, 3])) as comm:
-        store = comm._members.execution.store
-        for few in (12, 9, 12, 12):
+        for few in (12, 9):
             rows = [[(5, 800 - few, few, 0)[(s - r) % 4] for s in range(4)] for r in range(4)]
             before = sum(comm.bytes_sent().values())
             comm.all_to_all_v(inputs(rows), rows)
             assert sum(comm.bytes_sent().values()) - before == 4 * 4 * 800
-        assert store.demands_planned == 1
-        comm.all_to_all_v(inputs([[9] * 4] * 4), [[9] * 4] * 4)  # by the plan of all_to_all
-        assert store.demands_planned == 1
-        comm.all_to_all_v(inputs([[0, 9, 0, 0]] * 4), [[0, 9, 0, 0]] * 4)
-        assert store.demands_planned == 2
+        assert comm._members.execution.store.demands_planned == 0  # direct sends are optimal for any counts
+
+
+def test_calls_of_near_counts_share_a_plan() -> None:
+    """Equal blocks and nearly equal ones go by the plan of all_to_all, one hot pair by one with relays."""
+    hot = [[0, 800, 3, 2], [4, 0, 9, 1], [0, 0, 0, 2], [1, 1, 0, 0]]
+    planned = []
+    with Communicator(topoplan.plan("v100x4")) as comm:
+        for rows in (
+            [[9] * 4] * 4,
+            [[5, 100, 99, 98], [97, 7, 100, 96], [100, 99, 0, 100], [98, 100, 97, 0]],
+            hot,
+            [[count and count + 1 for count in row] for row in hot],
+            hot,
+            [row[::-1] for row in hot[::-1]],
+            hot,
+        ):
+            arrays = inputs(rows)
+            for found, wanted in zip(comm.all_to_all_v(arrays, rows), exchanged(arrays, rows), strict=True):
+                assert np.array_equal(found, wanted)
+            planned.append(comm._members.execution.store.demands_planned)
+    assert planned == [0, 0, 1, 1, 1, 2, 2]
+
+
+def as_lengths(rows: Rows) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(count * (r != s) for s, count in enumerate(row)) for r, row in enumerate(rows))
+
+
+@settings(max_examples=30)
+@given(direct_machines(), st.integers(0, 2**32))
+def test_a_plan_serves_counts_within_an_eighth_of_their_optimum(small: Topology, seed: int) -> None:
+    """The optimum is that of a plan made for these counts alone."""
+    generator = np.random.default_rng(seed)
+    size = len(small.gpus)
+    rows = as_lengths(generator.integers(1, 12, (size, size)).tolist())
+    even, best = topoplan.plan(small, "alltoall"), topoplan.plan(small, "alltoall", demand=rows)
+    served = serving_plan([PlanKey(even.digest, even)], rows)
+    assert served in (even, None)
+    loads: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
+    for shard in even.shards:
+        source, destination = path_ends(shard)
+        paths = [one for one in even.shards if path_ends(one) == (source, destination)]
+        part = shard.share / sum(one.share for one in paths) * rows[source][destination]
+        for edge in shard.stages[0].edges:
+            for link in pairwise(edge.route):
+                loads[link] += part
+    widths = {(link.src, link.dst): Fraction(link.bandwidth) for link in small.links}
+    time = max(load / widths[link] for link, load in loads.items())
+    optimum = Fraction(sum(map(sum, rows)), size) / Fraction(best.rate)
+    assert time >= optimum * (1 - Fraction(1, 10**9))
+    if served is not None:
+        assert time <= optimum * Fraction(9, 8) * (1 + Fraction(1, 10**9))
 
 
 @settings(max_examples=200)
