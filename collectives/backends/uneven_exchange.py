@@ -51,7 +51,7 @@ KNOWN_COUNTS = 16
 SERVED_WITHIN = Fraction(9, 8)
 """The most of the least possible time that counts may take by the plan of other ones."""
 
-MOST_PLANNED = 16
+MOST_PLANNED = 32
 """The most ranks for which demands are planned: with more it takes seconds."""
 
 STEPS = 8
