@@ -49,6 +49,7 @@ from collectives.tables.numpy_arrays import ArrayLibrary
 from collectives.tables.transfer_table import Given, Traffic, TransferTable, place_in
 from topoplan.errors import BackendError, RefusedError, UsageError
 from topoplan.machine.topology import Topology
+from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.plan import Plan, Plans
 
 Array = TypeVar("Array")
@@ -457,10 +458,13 @@ class Execution(Generic[Array]):
             request = self._uneven_request(asked, number, self._counts.of(number))
             if request.kind in self._lowered:
                 try:
-                    return self.run(request)
+                    result = self.run(request)
                 except RefusedError as error:
                     if not error.unknown_counts:
                         raise
+                else:
+                    self._counts.use(number)
+                    return result
         return self.run(self.bound_to_counts(asked))
 
     def bound_to_counts(self, asked: UnevenCall[Array]) -> Request[Array]:
@@ -485,6 +489,7 @@ class Execution(Generic[Array]):
             number = self._counts.agreed(texts, unit=asked.unit)
         except UsageError as error:
             raise RefusedError(str(error), by_all=True, next_call=self._calls) from None
+        self._counts.use(number)
         return self._uneven_request(asked, number, self._counts.of(number))
 
     def _uneven_request(self, asked: UnevenCall[Array], number: int, rows: Counts) -> Request[Array]:
@@ -508,10 +513,15 @@ class Execution(Generic[Array]):
 
     def plan_of(self, kind: CallKind) -> Plan:
         """Return the plan for calls of a kind; see `planned`."""
+        if kind in self._lowered:
+            return self._lowered[kind][0].plan
         plan = self._plan(kind.collective, kind.root, kind.nbytes)
-        demand = demand_of(kind.rows)
-        if demand is None:
+        if kind.uneven is None:
             return plan
+        demand = demand_of(kind.rows)
+        if demand is None and not isinstance(plan.certificate, Demand):
+            return plan
+        demand = demand or ((1,) * kind.size,) * kind.size
         return self.store.plan_of_demand(
             demand,
             kind.rows,

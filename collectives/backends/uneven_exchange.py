@@ -180,9 +180,12 @@ class KnownCounts:
         return 0
 
     def of(self, number: int) -> Counts:
-        """Return a matrix, which all ranks use now."""
-        self._known[number] = counts = self._known.pop(number)
-        return counts
+        """Return the matrix of a number."""
+        return self._known[number]
+
+    def use(self, number: int) -> None:
+        """Note that all ranks use a matrix: the least recently used one is dropped for a new one."""
+        self._known[number] = self._known.pop(number)
 
     def text(self, rank: int, call: UnevenCall[Any]) -> str:
         """Return what a rank sends to the others."""

@@ -94,12 +94,14 @@ def tcp() -> Callable[[int, str], Any]:
     return lambda rank, address: TcpBackend(rank, RANKS, rendezvous=address, flight_bytes=1 << 10)
 
 
-def on_ranks(body: Callable[[Communicator, int], Any], backend: str, **options: Any) -> list[Any]:
+def on_ranks(
+    body: Callable[[Communicator, int], Any], backend: str, *, plan: Plan | None = None, **options: Any
+) -> list[Any]:
     """Return the body's result on each rank, a thread."""
     opened = {"shared": shared, "tcp": tcp}[backend]()
 
     def be(rank: int) -> Any:
-        with Communicator(machine_plan(), opened(rank, meeting.address), **options) as comm:
+        with Communicator(plan or machine_plan(), opened(rank, meeting.address), **options) as comm:
             return body(comm, rank)
 
     with Rendezvous("127.0.0.1:0", RANKS) as meeting:
@@ -270,6 +272,37 @@ def test_ranks_exchange_counts_only_if_one_has_others(backend: str) -> None:
         return found
 
     assert on_ranks(body, backend, chunk_bytes=1 << 14) == [[1, 2, 3, 3, 3, 4, 4]] * RANKS
+
+
+@pytest.mark.parametrize("backend", ["shared", "tcp"])
+def test_ranks_drop_the_same_counts(backend: str) -> None:
+    """Rank 0 always sends alike, and takes most calls for another; the others have 20 kinds of counts, and keep 16."""
+    order = np.random.default_rng(5).integers(0, 20, 60).tolist()
+
+    def body(comm: Communicator, rank: int) -> None:
+        for number in [*range(20), *order]:
+            rows = [[0, 1, 2, 3], *([number, rank, 0, 1] for rank in (1, 2, 3))]
+            arrays = inputs(rows)
+            assert np.array_equal(comm.all_to_all_v(arrays[rank], rows[rank]), exchanged(arrays, rows)[rank])
+
+    on_ranks(body, backend, plan=topoplan.plan("dgx-2", gpus=[0, 1, 2, 3]), chunk_bytes=1 << 14)
+
+
+def test_the_plan_of_a_demand_runs_counts_like_it() -> None:
+    """Other counts are planned, also equal ones, whose paths it may lack."""
+    demand = [[0, 8, 0, 0], [0, 0, 0, 1], [2, 0, 0, 0], [0, 0, 0, 0]]
+    with Communicator(topoplan.plan("v100x4", "alltoall", demand=demand)) as comm:
+        for rows, planned in ((demand, 0), ([[0] * 4] * 4, 0), ([[3] * 4] * 4, 1), (demand, 1)):
+            arrays = inputs(rows)
+            for found, wanted in zip(comm.all_to_all_v(arrays, rows), exchanged(arrays, rows), strict=True):
+                assert np.array_equal(found, wanted)
+            assert comm._members.execution.store.demands_planned == planned
+
+
+def test_one_rank_keeps_its_block() -> None:
+    with Communicator(topoplan.plan("dgx-1v", gpus=[3])) as comm:
+        (found,) = comm.all_to_all_v([np.arange(5)], [[5]])
+    assert found.tolist() == [0, 1, 2, 3, 4]
 
 
 EVEN = [[1] * RANKS] * RANKS

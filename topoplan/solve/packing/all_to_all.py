@@ -10,9 +10,9 @@ so with one row for each source instead of one for each pair the optimum is that
 relaying ranks are taken, then those of few links.
 
 Plans of a demand among many ranks begin with trees under lengths that grow with the loads of the trees before, as in
-multiplicative weights. Column generation runs on the orbits of the fabric's symmetries, and the final duals are priced once more in whole
-numbers, so rate and bound are equal as rationals. If a cut proves the same bound, it is the certificate, since people
-can read it.
+multiplicative weights. Column generation runs on the orbits of the fabric's symmetries, and the final duals are priced
+once more in whole numbers, so rate and bound are equal as rationals. If a cut proves the same bound, it is the
+certificate, since people can read it.
 """
 
 from __future__ import annotations
