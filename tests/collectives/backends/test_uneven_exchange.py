@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,11 @@ from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.backends.uneven_exchange import KnownCounts, demand_of, serving_plan
 from collectives.peers.rendezvous import Rendezvous
 from collectives.tables.lowering import PlanKey
+from tests.support.file_gather import FileGather
 from tests.support.job_meeting import Meeting, as_threads, of_all
+from tests.support.ports import free_port
 from tests.support.small_fabrics import direct_machines
+from tests.support.tcp_jobs import in_processes
 from topoplan.errors import BackendError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plan
@@ -410,3 +414,37 @@ def test_counts_of_ranks_that_failed_are_not_repeated() -> None:
 
     found = on_ranks(body, "tcp", on_failure="shrink")
     assert found[:3] == [[0, 1, 2], [0, 0, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1, 2, 2, 2]]
+
+
+def rank_of_processes(rank: int, backend: str, place: str, port: int) -> bool:
+    """Run the sequence as one process of a job."""
+    made: Any
+    here, back = np.array, np.asarray
+    if backend == "torch":
+        import torch
+        import torch.distributed as dist
+
+        from collectives.backends.torch.torch_backend import TorchBackend
+
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+        made, here = TorchBackend(dist.group.WORLD, timeout=60), torch.tensor
+    elif backend == "tcp":
+        made = TcpBackend(rank, RANKS, rendezvous=f"unix:{place}/rendezvous", timeout=60)
+    else:
+        made = SharedBackend(FileGather(place, rank, RANKS), rank=rank, size=RANKS, timeout=60)
+    with Communicator(machine_plan(), made) as comm:
+        for rows, rest in SEQUENCE * 2:
+            arrays = inputs(rows, rest)
+            found = comm.all_to_all_v(here(arrays[rank]), rows[rank], column(rows, rank))
+            assert np.array_equal(back(found), exchanged(arrays, rows)[rank])
+    if backend == "torch":
+        dist.destroy_process_group()
+    return True
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["shared", "tcp", "torch"])
+def test_processes_exchange_what_numpy_does(backend: str, tmp_path: Path) -> None:
+    if backend == "torch":
+        pytest.importorskip("torch", reason="PyTorch is not installed")
+    assert all(of_all(in_processes(RANKS, rank_of_processes, backend, str(tmp_path), free_port())))
