@@ -112,7 +112,7 @@ def uneven_call(
     unit = "rows" if len(library.shape(inputs[0])) > 1 else "elements"
     call = UnevenCall(inputs, sent, received, out, unit)
     if not one_rank:
-        check_counts(sent, received, unit=call.unit)
+        check_counts(sent, received, unit=unit)
     elif received[0] is not None and out is not None:
         _outputs(backend, call, (received[0],))
     return call
