@@ -113,7 +113,8 @@ class RefusedError(BackendError, UsageError):
 
     One rank called it with wrong arguments, or with arguments that differ from those of the other ranks. The message is
     the same on all ranks. ``peer`` is the rank that refused or differs, ``by_all`` says whether every rank refused, and
-    ``next_call`` is the number that all ranks give to their next collective.
+    ``next_call`` is the number that all ranks give to their next collective. ``unknown_counts`` says whether ranks
+    differ only in the counts that they assume in an uneven all-to-all, and exchange these now.
     """
 
     def __init__(
@@ -124,12 +125,14 @@ class RefusedError(BackendError, UsageError):
         peer: int | None = None,
         by_all: bool = False,
         next_call: int = 0,
+        unknown_counts: bool = False,
     ) -> None:
         super().__init__(message)  # without the place: the text is the same on all ranks
         self.rank = rank
         self.peer = peer
         self.by_all = by_all
         self.next_call = next_call
+        self.unknown_counts = unknown_counts
 
 
 def deprecated(old: str, advice: str) -> None:

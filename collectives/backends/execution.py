@@ -33,14 +33,23 @@ from collectives.backends.backend import (
 from collectives.backends.exchange_rounds import ExchangeRounds
 from collectives.backends.open_backend import check_helpers
 from collectives.backends.plan_and_chunk_store import ChunkSizes, PlanStore, plan_locally
-from collectives.backends.request import CallKind, Request
+from collectives.backends.request import CallKind, Counts, Request
+from collectives.backends.uneven_exchange import (
+    UNEVEN,
+    KnownCounts,
+    UnevenCall,
+    demand_of,
+    digest_of,
+    uneven_request,
+)
 from collectives.peers.agreement import Gather, plan_on_one_rank
 from collectives.peers.control_plane import Signature, shape_text
-from collectives.tables.lowering import PlanKey, lower, lower_to
+from collectives.tables.lowering import PlanKey, lower, lower_to, lower_uneven
 from collectives.tables.numpy_arrays import ArrayLibrary
 from collectives.tables.transfer_table import Given, Traffic, TransferTable, place_in
 from topoplan.errors import BackendError, RefusedError, UsageError
 from topoplan.machine.topology import Topology
+from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.plan import Plan, Plans
 
 Array = TypeVar("Array")
@@ -91,7 +100,7 @@ class CachedCall:
         if not (
             type(out) in library.plain
             and out.dtype == self.dtype
-            and out.shape == kind.shape
+            and out.shape == kind.shapes[0]
             and library.gpu(out) == library.gpu(array)
             and library.writeable(out)
         ):
@@ -186,18 +195,19 @@ class Execution(Generic[Array]):
         self._cached: dict[PlanQuery, CachedCall] = {}
         self._exchanges: dict[str, ExchangeRounds[Array]] = {}
         self._prepared_calls = 0
+        self._counts = KnownCounts()
 
     def run(self, request: Request[Array]) -> Any:
         """Run a request to its end; return the result, or a list with one for each rank of this process."""
         self._check_alive()
         library, kind = self.backend.arrays, request.kind
         if kind not in self._lowered:
-            plan = self._plan(kind.collective, kind.root, kind.nbytes)
+            plan = self.plan_of(kind)
             if plan.exchanges:
                 return self._run_exchange(request, plan)
         key, table, signature = self._lowered.get(kind) or self._lower(kind)
-        if request.prepared:
-            signature = replace(signature, prepared=request.prepared)
+        if request.prepared or request.counts:
+            signature = replace(signature, prepared=request.prepared, counts=request.counts)
         memory = [self._memory(request, place, rank) for place, rank in enumerate(self.backend.ranks)]
         if divides_first(kind):
             memory = [replace(one, source=self._divided(one.source, one.rank)) for one in memory]
@@ -213,7 +223,7 @@ class Execution(Generic[Array]):
                 local_copy_parts(table, one.rank, one.given, one.block), one.source, one.result, library
             )
         results = [
-            self._finished(request, one, request.outputs[place]) if one.rank in kind.holders else None
+            self._finished(request, place, one) if one.rank in kind.holders else None
             for place, one in enumerate(memory)
         ]
         if self._caches and not request.prepared:
@@ -268,8 +278,8 @@ class Execution(Generic[Array]):
         self.agree(**_agreed_fields(kind), prepared=number)
         first = request.inputs[0]
         outputs = [
-            backend.empty(kind.shape, first) if output is None and rank in kind.holders else output
-            for rank, output in zip(backend.ranks, request.outputs, strict=True)
+            backend.empty(shape, first) if output is None and rank in kind.holders else output
+            for rank, shape, output in zip(backend.ranks, kind.shapes, request.outputs, strict=True)
         ]
         return PreparedRequest(self, replace(request, outputs=outputs, prepared=number))
 
@@ -279,7 +289,7 @@ class Execution(Generic[Array]):
         if not self._caches or request.about is not None or (kind.op == "avg" and kind.dtype not in AVERAGED):
             return None
         if kind not in self._lowered:
-            if self._plan(kind.collective, kind.root, kind.nbytes).exchanges:
+            if self.plan_of(kind).exchanges:
                 return None
             self._lower(kind)
         if kind not in self._lowered:
@@ -322,7 +332,7 @@ class Execution(Generic[Array]):
         """Run a cached call on arrays that fit."""
         library = self.backend.arrays
         if out is None:
-            out = library.empty(call.kind.shape, array)
+            out = library.empty(call.kind.shapes[0], array)
             result = library.address(out)
         self._run_bound(call, array, out, source, result)
         return out
@@ -337,6 +347,7 @@ class Execution(Generic[Array]):
             key in self._cached
             or kind not in self._lowered
             or request.about is not None
+            or kind.uneven is not None
             or (kind.op == "avg" and kind.dtype not in AVERAGED)
             or self.backend.ranks[0] not in kind.holders
         ):
@@ -347,11 +358,14 @@ class Execution(Generic[Array]):
 
     def _lower(self, kind: CallKind) -> tuple[PlanKey, TransferTable, Signature]:
         """Return the lowered plan of a kind; kept once its chunk size is settled."""
-        key = self.store.key(self._plan(kind.collective, kind.root, kind.nbytes))
+        key = self.store.key(self.plan_of(kind))
         check_helpers(key.plan, self.backend)
         chunk_bytes = self.chunks.choose(key.digest, kind.nbytes)
         chunk_elements = max(1, chunk_bytes // max(1, kind.itemsize))
-        table = lower(key.plan, kind.count, chunk_elements=chunk_elements, digest=key.digest)
+        if kind.uneven is None:
+            table = lower(key.plan, kind.count, chunk_elements=chunk_elements, digest=key.digest)
+        else:
+            table = lower_uneven(key, kind.uneven, chunk_elements)
         signature = self._signature(plan=key.digest[:16], chunk=table.chunk_elements, **_agreed_fields(kind))
         if self.chunks.settled(key.digest, kind.nbytes):
             _remember(self._lowered, kind, (key, table, signature))
@@ -384,7 +398,7 @@ class Execution(Generic[Array]):
         for total, output in zip(totals, request.outputs, strict=True):
             if kind.op == "avg" and not divides_first(kind):
                 library.divide(total, self.backend.size)
-            result = library.shaped(total, kind.shape)
+            result = library.shaped(total, kind.shapes[0])
             if output is not None:
                 library.copy(output, result)
             results.append(result if output is None else output)
@@ -432,6 +446,62 @@ class Execution(Generic[Array]):
         call = Call(key.plan, table, signature, op, signature.dtype, itemsize, memory)
         self._run(call, key.digest, count * itemsize)
 
+    def run_uneven(self, asked: UnevenCall[Array]) -> Any:
+        """Run an all-to-all of uneven blocks as `run`, once all ranks know the counts of all.
+
+        A rank whose counts are those of an earlier call assumes that all ranks repeat it. The agreement before anything
+        moves tells whether they do; otherwise they exchange their counts.
+        """
+        backend = self.backend
+        number = self._counts.number(backend.ranks[0], asked) if backend.one_rank else 0
+        if number:
+            request = self._uneven_request(asked, number, self._counts.of(number))
+            if request.kind in self._lowered:
+                try:
+                    result = self.run(request)
+                except RefusedError as error:
+                    if not error.unknown_counts:
+                        raise
+                else:
+                    self._counts.use(number)
+                    return result
+        return self.run(self.bound_to_counts(asked))
+
+    def bound_to_counts(self, asked: UnevenCall[Array]) -> Request[Array]:
+        """Return the request of an all-to-all of uneven blocks once all ranks have exchanged their counts.
+
+        Raises `RefusedError` on all ranks if a rank expects other counts than it is sent, and `UsageError` if ``out``
+        has another shape: then the others raise `RefusedError`.
+        """
+        backend, library = self.backend, self.backend.arrays
+        if not backend.one_rank:
+            return self._uneven_request(asked, 0, asked.sent)
+        first = asked.inputs[0]
+        agreed = {"dtype": library.dtype(first), "shape": shape_text(library.shape(first)[1:]), "counts": -1}
+        try:
+            self.agree(collective=UNEVEN, **agreed)
+        except RefusedError as error:
+            if not error.unknown_counts:
+                raise
+            self.agree(collective=UNEVEN, **agreed)  # with ranks that had assumed counts
+        texts = self.gather_texts(self._counts.text(backend.ranks[0], asked))
+        try:
+            number = self._counts.agreed(texts, unit=asked.unit)
+        except UsageError as error:
+            raise RefusedError(str(error), by_all=True, next_call=self._calls) from None
+        self._counts.use(number)
+        return self._uneven_request(asked, number, self._counts.of(number))
+
+    def _uneven_request(self, asked: UnevenCall[Array], number: int, rows: Counts) -> Request[Array]:
+        """Return the request of counts of this number; refuse it with all ranks if ``out`` does not fit."""
+        backend = self.backend
+        try:
+            return uneven_request(backend, asked, rows, number=number)
+        except UsageError as error:
+            if backend.one_rank:
+                self.refuse(str(error))
+            raise
+
     def lowered(self, kind: CallKind) -> bool:
         """Return whether calls of a kind have their table, after the search for a chunk size."""
         return kind in self._lowered
@@ -443,7 +513,21 @@ class Execution(Generic[Array]):
 
     def plan_of(self, kind: CallKind) -> Plan:
         """Return the plan for calls of a kind; see `planned`."""
-        return self._plan(kind.collective, kind.root, kind.nbytes)
+        if kind in self._lowered:
+            return self._lowered[kind][0].plan
+        plan = self._plan(kind.collective, kind.root, kind.nbytes)
+        if kind.uneven is None:
+            return plan
+        demand = demand_of(kind.rows)
+        if demand is None and not isinstance(plan.certificate, Demand):
+            return plan
+        demand = demand or ((1,) * kind.size,) * kind.size
+        return self.store.plan_of_demand(
+            demand,
+            kind.rows,
+            plan,
+            made_by=lambda make: self.planned(make, collective=UNEVEN, about=digest_of(demand)),
+        )
 
     def settled(self, collective: str, root: int | None, nbytes: int) -> bool:
         """Return whether the search for the chunk size of such buffers has ended."""
@@ -572,14 +656,14 @@ class Execution(Generic[Array]):
             self._staging[key] = library.empty((elements,), like)
         return self._staging[key]
 
-    def _finished(self, request: Request[Array], one: RankArrays[Array], output: Array | None) -> Array:
+    def _finished(self, request: Request[Array], place: int, one: RankArrays[Array]) -> Array:
         """Return the result in its shape, in the caller's array if there is one."""
         library = self.backend.arrays
-        kind = request.kind
+        kind, output = request.kind, request.outputs[place]
         divided = divides_first(kind) or (self.backend.averages and kind.dtype in AVERAGED)
         if kind.op == "avg" and not divided:
             library.divide(one.result, self.backend.size)
-        result = library.shaped(one.result, kind.shape)
+        result = library.shaped(one.result, kind.shapes[place])
         if output is None:
             return result
         if not self._writes_to(output):
@@ -656,12 +740,12 @@ class Execution(Generic[Array]):
 def _agreed_fields(kind: CallKind) -> dict[str, Any]:
     """Return what a signature has of a kind."""
     return {
-        "collective": kind.collective,
+        "collective": kind.collective if kind.uneven is None else UNEVEN,
         "root": kind.root,
         "op": kind.op,
         "dtype": kind.dtype,
         "count": kind.count,
-        "shape": shape_text(kind.input_shape),
+        "shape": shape_text(kind.input_shape if kind.uneven is None else kind.input_shape[1:]),
     }
 
 

@@ -21,11 +21,14 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from collectives.backends.request import Counts
+from collectives.backends.uneven_exchange import serving_plan
 from collectives.tables.lowering import PlanKey
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
 from topoplan.model.schedule_selection import plan_like
-from topoplan.plans.plan import Plan, Plans
+from topoplan.plans.certificates.exchange import DemandMatrix
+from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
 from topoplan.plans.verify import verify_all
 
 FIRST_CHUNK = 1 << 20
@@ -49,6 +52,9 @@ CHUNKS_FORMAT = "topoplan.chunks/1"
 
 OPEN_SEARCHES = 64
 """The most concurrent searches; beyond them the oldest is dropped."""
+
+KEPT_DEMANDS = 16
+"""The most plans of uneven all-to-alls that are kept; beyond them the least recently used is dropped."""
 
 ChunkKey = tuple[str, str, int]
 """Plan digest, back end, and the power of two that the bytes do not exceed."""
@@ -266,12 +272,14 @@ class PlanStore:
         verify_all(plans)
         self._given = plans
         self._plans: dict[tuple[str, int | None], Plans] = {(plans.collective, plans.root): plans}
+        self._of_demands: dict[DemandMatrix, Plans] = {}
+        self.demands_planned = 0
         self._keys: dict[int, tuple[Plan, PlanKey]] = {}
 
     def copied(self) -> PlanStore:
         """Return a store with the same plans, whose later plans this one does not get."""
         made = copy(self)
-        made._plans, made._keys = dict(self._plans), {}
+        made._plans, made._of_demands, made._keys = dict(self._plans), dict(self._of_demands), {}
         return made
 
     @property
@@ -307,6 +315,32 @@ class PlanStore:
                 lambda: plan_like(self._given, collective, root=root)
             )
         return self._plans[key].at(nbytes)
+
+    def plan_of_demand(
+        self,
+        demand: DemandMatrix,
+        rows: Counts,
+        even: Plan,
+        *,
+        made_by: Callable[[Callable[[], Plans]], Plans] | None = None,
+    ) -> Plan:
+        """Return the plan of an all-to-all in which row sends rows to column, with `made_by` as in `plan`.
+
+        It is one of the last `KEPT_DEMANDS`, or that of equal blocks (`even`), if `serving_plan` finds one, and else
+        that of the demand.
+        """
+        plans = self._of_demands.pop(demand, None)
+        if plans is None:
+            known = (even, *(one.plans[-1] for one in self._of_demands.values()))
+            served = serving_plan([self.key(plan) for plan in known], rows)
+            if served is not None:
+                return served
+            plans = (made_by or plan_locally)(lambda: plan_like(self._given, ALL_TO_ALL, demand=demand))
+            self.demands_planned += 1
+            if len(self._of_demands) == KEPT_DEMANDS:
+                del self._of_demands[next(iter(self._of_demands))]
+        self._of_demands[demand] = plans
+        return plans.plans[-1]
 
     @cached_property
     def digest(self) -> str:

@@ -26,9 +26,12 @@ import numpy as np
 
 from collectives.backends.backend import Backend
 from collectives.tables.numpy_arrays import ArrayLibrary
-from collectives.tables.transfer_table import Given, given_block, result_block
+from collectives.tables.transfer_table import Given, UnevenBlocks, given_block, result_block
 from topoplan.errors import UsageError
 from topoplan.plans.plan import ALL_TO_ALL
+
+Counts = tuple[tuple[int, ...], ...]
+"""Rows of axis 0 that row sends to column, of some ranks or of all."""
 
 Array = TypeVar("Array")
 Item = TypeVar("Item")
@@ -40,9 +43,10 @@ class CallKind:
 
     - `op` is None for copies. `itemsize` is in bytes.
     - `given`, `blocks`: the elements of the buffer that each rank of this process puts in, and those of its result.
-    - `holders`: the ranks that get a result, of `shape`.
+    - `holders`: the ranks that get a result. `shapes` are those of the results of this process's ranks.
     - `count`: elements of the buffer. `size`: number of ranks.
-    - `input_shape` of every rank's array.
+    - `input_shape` of every rank's array, of uneven blocks of all arrays together.
+    - `uneven`: the blocks of an all-to-all of uneven blocks, in elements; `rows` in rows of axis 0.
     """
 
     collective: str
@@ -53,10 +57,12 @@ class CallKind:
     given: tuple[Given, ...]
     blocks: tuple[tuple[int, int], ...]
     holders: Sequence[int]
-    shape: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
     count: int
     size: int
     input_shape: tuple[int, ...]
+    uneven: UnevenBlocks | None = None
+    rows: Counts = ()
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +77,7 @@ class Request(Generic[Array]):
 
     `inputs` and `outputs` have an entry for each rank of this process; an output is None without an array of the
     caller's. `about` is the meaning of the elements, if ranks that differ in it must not exchange them. `prepared` is
-    the number of a prepared call, else 0.
+    the number of a prepared call, else 0; `counts` that of the counts of an uneven all-to-all.
     """
 
     kind: CallKind
@@ -79,6 +85,7 @@ class Request(Generic[Array]):
     outputs: list[Array | None]
     about: str | None = None
     prepared: int = 0
+    counts: int = 0
 
 
 def request(
@@ -112,7 +119,7 @@ def request(
         [out] if backend.one_rank and out is not None else out,
         backend.ranks,
         library,
-        shape=kind.shape,
+        shapes=kind.shapes,
         like=first,
         holders=kind.holders,
     )
@@ -140,7 +147,8 @@ def _call_kind(
         result_block(collective, root, rank, size, count) if rank in holders else (0, 0) for rank in ranks
     )
     given = tuple(given_block(collective, rank, size, count) for rank in ranks)
-    return CallKind(collective, root, op, dtype, itemsize, given, blocks, holders, shape, count, size, whole)
+    shapes = (shape,) * len(ranks)
+    return CallKind(collective, root, op, dtype, itemsize, given, blocks, holders, shapes, count, size, whole)
 
 
 def _result_shape(collective: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
@@ -158,8 +166,10 @@ def _result_shape(collective: str, shape: tuple[int, ...], ranks: int) -> tuple[
     return shape if collective == ALL_TO_ALL else (length // ranks, *rest)
 
 
-def check_inputs(arrays: Sequence[Array], ranks: Sequence[int], library: ArrayLibrary[Array]) -> list[Array]:
-    """Return the arrays as a list, one per rank, of one shape and one supported dtype.
+def check_inputs(
+    arrays: Sequence[Array], ranks: Sequence[int], library: ArrayLibrary[Array], *, first_axis: int = 0
+) -> list[Array]:
+    """Return the arrays as a list, one per rank, of one shape from this axis on and one supported dtype.
 
     >>> from collectives.tables.numpy_arrays import NumpyArrays
     >>> check_inputs([np.zeros(3), np.zeros(4)], range(2), NumpyArrays())
@@ -167,7 +177,7 @@ def check_inputs(arrays: Sequence[Array], ranks: Sequence[int], library: ArrayLi
     ...
     topoplan.errors.UsageError: rank 1 has shape (4,) and rank 0 (3,); give every rank the same shape
     """
-    listed = _one_per_rank(arrays, ranks, "arrays")
+    listed = one_per_rank(arrays, ranks, "arrays")
     for rank, given in zip(ranks, listed, strict=True):
         array = library.check(given, rank=rank, what="array")
         first = listed[0]
@@ -176,10 +186,10 @@ def check_inputs(arrays: Sequence[Array], ranks: Sequence[int], library: ArrayLi
                 f"rank {rank} has dtype {library.dtype(array)} and rank {ranks[0]} {library.dtype(first)}; "
                 "give every rank the same dtype"
             )
-        if library.shape(array) != library.shape(first):
+        if library.shape(array)[first_axis:] != library.shape(first)[first_axis:]:
             raise UsageError(
                 f"rank {rank} has shape {library.shape(array)} and rank {ranks[0]} {library.shape(first)}; "
-                "give every rank the same shape"
+                f"give every rank the same shape{' behind axis 0' if first_axis else ''}"
             )
     return listed
 
@@ -189,7 +199,7 @@ def check_outputs(
     ranks: Sequence[int],
     library: ArrayLibrary[Array],
     *,
-    shape: tuple[int, ...],
+    shapes: Sequence[tuple[int, ...]],
     like: Array,
     holders: Sequence[int],
 ) -> list[Array | None]:
@@ -201,11 +211,12 @@ def check_outputs(
     kept: list[Array | None] = [None] * len(ranks)
     if out is None:
         return kept
-    given = _one_per_rank(out, ranks, "out arrays")
+    given = one_per_rank(out, ranks, "out arrays")
     for place, rank in enumerate(ranks):
         if rank not in holders:
             continue
         array = library.check(given[place], rank=rank, what="out array")
+        shape = shapes[place]
         if library.dtype(array) != library.dtype(like) or library.shape(array) != shape:
             raise UsageError(
                 f"rank {rank} has an out array of shape {library.shape(array)} and dtype {library.dtype(array)}; "
@@ -224,7 +235,7 @@ def check_outputs(
     return kept
 
 
-def _one_per_rank(arrays: Sequence[Item], ranks: Sequence[int], what: str) -> list[Item]:
+def one_per_rank(arrays: Sequence[Item], ranks: Sequence[int], what: str) -> list[Item]:
     if isinstance(arrays, np.ndarray) and arrays.ndim == 0:
         raise UsageError(
             f"a single number instead of {len(ranks)} {what}; pass a list with one array per rank"

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from collectives.backends.backend import RankArrays
 from collectives.tables.kernels.kernel_launch import Chunks
-from collectives.tables.transfer_table import TransferTable, stream_of, streams
+from collectives.tables.transfer_table import TransferTable, UnevenInput, stream_of, streams
 
 Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -175,7 +175,8 @@ def places_of(table: TransferTable, moves: Moves, memory: Sequence[RankArrays[An
     block = np.zeros((vertices, 2), dtype=np.int64)
     for i, one in enumerate(memory):
         number[one.rank] = i
-        given[one.rank] = one.given[0], *(one.given[2:] or (1, 0))
+        if not isinstance(one.given, UnevenInput):
+            given[one.rank] = one.given[0], *(one.given[2:] or (1, 0))
         block[one.rank] = one.block
     rings = _rings(table, moves, number, block, itemsize)
 
@@ -184,6 +185,11 @@ def places_of(table: TransferTable, moves: Moves, memory: Sequence[RankArrays[An
         buffer = np.where(fresh, 2 * number[rank], np.where(inside, 2 * number[rank] + 1, 2 * len(memory)))
         start, period, skip = given[rank].T
         first = np.where(fresh, start + moves.start // period * skip, block[rank, 0])
+        for one in memory:
+            if isinstance(one.given, UnevenInput):
+                blocks, mine = one.given.blocks, fresh & (rank == one.rank)
+                number_of = np.searchsorted(blocks.starts[one.rank], moves.start[mine], side="right") - 1
+                first[mine] = np.array(blocks.skips[one.rank])[number_of]
         offset = np.where(
             fresh | inside, (moves.start - first) * itemsize, rings.offset(moves, rank, itemsize)
         )

@@ -178,6 +178,45 @@ class DenseCollectives(ABC):
         """
         return self._start("alltoall", None, None, arrays, out, async_op)
 
+    def all_to_all_v(
+        self,
+        arrays: Any,
+        send_counts: Any,
+        recv_counts: Any = None,
+        *,
+        out: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Send ``send_counts[s]`` rows of axis 0 to rank s, one block behind the other; return the received blocks in
+        order of rank.
+
+        As ``MPI_Alltoallv``, which has these names, without displacements. Counts are rows of axis 0, as the splits of
+        torch's ``all_to_all_single``. All ranks learn all counts in the call. It runs by a known plan that is close to
+        the optimum for them, or by that of their demand (`collectives.backends.uneven_exchange`).
+
+        Parameters
+        ----------
+        arrays : array of shape (m, ...), on the host; with several ranks in this process a list of one per rank
+        send_counts : N whole numbers from 0 on, m together; with several ranks in this process a list for each rank
+        recv_counts : as ``send_counts``, optional
+            The rows that come from each rank. If given, they are compared with what the others send.
+        out : array of shape (sum of what comes, ...), optional
+        async_op : bool
+            Return a `Handle` at once.
+
+        Raises
+        ------
+        UsageError
+            Counts are no whole numbers from 0 on, not one for each rank, or do not add up to the array's rows.
+        RefusedError
+            A rank sends another number of rows than its peer expects: on all ranks, before anything moves.
+        """
+        return self._start_uneven(arrays, send_counts, recv_counts, out, async_op)
+
+    @abstractmethod
+    def _start_uneven(self, arrays: Any, send_counts: Any, recv_counts: Any, out: Any, async_op: bool) -> Any:
+        """Check the arguments of an uneven all-to-all, and run or start it."""
+
 
 class SparseCollectives(ABC):
     """Sparse methods of `collectives.Communicator`."""

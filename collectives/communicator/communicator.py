@@ -16,6 +16,7 @@ from collectives.backends.execution import Execution
 from collectives.backends.open_backend import BackendSettings, check_helpers, open_backend
 from collectives.backends.plan_and_chunk_store import ChunkSizes, PlanStore
 from collectives.backends.request import request
+from collectives.backends.uneven_exchange import uneven_call
 from collectives.communicator.collective_methods import DenseCollectives, SparseCollectives
 from collectives.communicator.handle import CallQueue, Handle, PreparedCall, StepBatch
 from collectives.communicator.job_plan import PlanLike, not_a_plan, open_backend_for_plan
@@ -778,6 +779,23 @@ class Communicator(DenseCollectives, SparseCollectives):
         if async_op:
             return self._in_order.submit(task, CollectiveOutcome(among=self.original_ranks))
         return self._in_order.run(task)
+
+    def _start_uneven(self, arrays: Any, send_counts: Any, recv_counts: Any, out: Any, async_op: bool) -> Any:
+        execution, membership = self._members.present
+        if self.is_helper:
+            raise UsageError("this process is a helper without arrays; call serve")
+        try:
+            asked = uneven_call(execution.backend, arrays, send_counts, recv_counts, out=out)
+        except UsageError as error:
+            self._refuse(str(error))
+            raise
+        outcome = CollectiveOutcome(among=membership.seats)
+        task: Callable[[], Any]
+        if self._members.repeats:
+            task = partial(self._members.run_uneven_to_end, asked, membership.seats, outcome)
+        else:
+            task = partial(self._members.run_uneven, execution, asked)
+        return self._in_order.submit(task, outcome) if async_op else self._in_order.run(task)
 
     def _start_to_end(
         self, collective: str, root: int | None, op: str | None, arrays: Any, out: Any, async_op: bool

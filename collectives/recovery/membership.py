@@ -22,6 +22,7 @@ from collectives.backends.backend import Backend, Call, RankArrays
 from collectives.backends.execution import Execution
 from collectives.backends.plan_and_chunk_store import ChunkSizes, PlanStore
 from collectives.backends.request import Request, request
+from collectives.backends.uneven_exchange import UnevenCall
 from collectives.peers.control_plane import Signature
 from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.peers.membership_state import NO_PROGRESS, RecoveryProgress
@@ -229,6 +230,35 @@ class CommunicatorMembers:
             result, failure = self._run_for_all(run, seats, outcome)
             if failure is None:
                 return self._handed_to_caller(result, checked.outputs[0])
+
+    def run_uneven(self, execution: Execution[Any], asked: UnevenCall[Any]) -> Any:
+        """Run an all-to-all of uneven blocks as `run`, once all ranks know the counts of all."""
+        if self._monitor is None:
+            return execution.run_uneven(asked)
+        return self.run(execution, execution.bound_to_counts(asked))
+
+    def run_uneven_to_end(
+        self, asked: UnevenCall[Any], seats: tuple[int, ...], outcome: CollectiveOutcome
+    ) -> Any:
+        """Run an all-to-all of uneven blocks as `run_to_end`; its counts are for these original ranks."""
+        failure: BackendError | None = None
+        while True:
+            execution, membership = self.present
+            if membership.seats != seats:
+                outcome.without = _failed_ranks(seats, membership.seats)
+                raise BackendError(
+                    f"the ranks have changed from {len(seats)} to {len(membership.seats)}, so this all_to_all_v "
+                    "cannot be repeated: its counts are for the earlier ones; call it again with counts for the "
+                    "present ranks"
+                ) from failure
+
+            def run(execution: Execution[Any] = execution) -> Any:
+                bound = execution.bound_to_counts(asked)
+                return self.run(execution, replace(bound, outputs=[None]))
+
+            result, failure = self._run_for_all(run, seats, outcome)
+            if failure is None:
+                return self._handed_to_caller(result, asked.out)
 
     def run_sparse_to_end(
         self, asked: SparseRequest, seats: tuple[int, ...], outcome: CollectiveOutcome

@@ -454,7 +454,7 @@ def sparse_request(
         [out] if backend.one_rank and out is not None else out,
         backend.ranks,
         library,
-        shape=shape,
+        shapes=[shape] * len(inputs),
         like=inputs[0],
         holders=backend.ranks,
     )

@@ -15,16 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.tables.transfer_table import TransferTable
+from collectives.tables.transfer_table import TransferTable, UnevenBlocks
 from topoplan.errors import PlanError, UsageError
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.plan import Plan
-from topoplan.plans.shards import ALIGNMENT, Edge, Shard, Stage
+from topoplan.plans.shards import ALIGNMENT, Edge, Shard, Stage, path_ends, shard_bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +239,8 @@ def lower(plan: Plan, count: int, *, chunk_elements: int, digest: str | None = N
     """
     if isinstance(plan.certificate, Demand):
         raise UsageError(
-            "the plan is for a demand, and arrays are exchanged in equal blocks; plan without demand"
+            "the plan is for a demand, and arrays are exchanged in equal blocks; plan without demand, or call "
+            "all_to_all_v, which makes its own plans"
         )
     check_lengths(count, chunk_elements, ranks=len(plan.ranks), blocks=plan.blocks)
     key = PlanKey(plan.digest if digest is None else digest, plan)
@@ -270,13 +272,55 @@ def lower_to(key: PlanKey, borders: tuple[int, ...], chunk_elements: int) -> Tra
 
 
 @lru_cache(maxsize=64)
+def block_shares(key: PlanKey) -> dict[tuple[int, int], tuple[Fraction, ...]]:
+    """Return the shares of the paths of a block in it, by its destination and source, in the order of the shards."""
+    shares: dict[tuple[int, int], list[Fraction]] = {}
+    for shard in key.plan.shards:
+        source, destination = path_ends(shard)
+        shares.setdefault((destination, source), []).append(shard.share)
+    if list(shares) != sorted(shares):
+        raise PlanError("the blocks of an all-to-all must be in the order of destinations, then of sources")
+    return {block: tuple(part / sum(parts) for part in parts) for block, parts in shares.items()}
+
+
+@lru_cache(maxsize=64)
+def lower_uneven(key: PlanKey, blocks: UnevenBlocks, chunk_elements: int) -> TransferTable:
+    """Return the transfer table of the plan of an all-to-all with blocks of other lengths than planned.
+
+    Paths share the elements of their block as those of its plan, with borders on multiples of `ALIGNMENT` elements from
+    its start. A block without a path has no elements, or stays. The last 64 tables are cached.
+
+    >>> import topoplan
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "alltoall", gpus=[4, 7])
+    >>> table = lower_uneven(PlanKey(plan.digest, plan), UnevenBlocks(((3, 20), (0, 5))), 16)
+    >>> list(zip(table.source.tolist(), table.start.tolist(), table.stop.tolist()))
+    [(0, 3, 19), (0, 19, 23)]
+    """
+    shares = block_shares(key)
+    start, bounds = 0, [0]
+    for destination in range(len(blocks.counts)):
+        for source, row in enumerate(blocks.counts):
+            elements, parts = row[destination], shares.get((destination, source), ())
+            if elements and not parts:
+                raise PlanError(f"has no path for the block to rank {destination}", rank=source)
+            ends = (
+                shard_bounds(parts, elements)[1:] if elements and len(parts) > 1 else [elements] * len(parts)
+            )
+            bounds += [start + end for end in ends]
+            start += elements
+    return _table(key, np.array(bounds, dtype=np.int64), chunk_elements, uneven=blocks)
+
+
+@lru_cache(maxsize=64)
 def _lowered(key: PlanKey, count: int, chunk_elements: int) -> TransferTable:
     plan = key.plan
     bounds = plan.bounds(count)
     return _table(key, np.array(bounds, dtype=np.int64), chunk_elements)
 
 
-def _table(key: PlanKey, bounds: NDArray[np.int64], longest: int) -> TransferTable:
+def _table(
+    key: PlanKey, bounds: NDArray[np.int64], longest: int, *, uneven: UnevenBlocks | None = None
+) -> TransferTable:
     pattern = pattern_of(key)
     edge, chunk, start, stop = chunk_rows(pattern.shard, bounds, longest)
     first = cumulative(np.bincount(edge, minlength=len(pattern.shard)))
@@ -306,6 +350,7 @@ def _table(key: PlanKey, bounds: NDArray[np.int64], longest: int) -> TransferTab
         offsets=offsets,
         prerequisites=row_of[first[earlier_edge] + np.repeat(chunk, needed)],
         helpers=len(key.plan.vertices) - len(key.plan.ranks) if key.plan.helpers else 0,
+        uneven=uneven,
     )
 
 

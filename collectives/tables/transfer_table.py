@@ -13,9 +13,12 @@ copies between ranks that share memory move fewer bytes.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +39,60 @@ PER_ROW = (
     "chunk",
 )
 """The columns of a table: arrays with one entry per row."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnevenBlocks:
+    """The blocks of the buffer of an all-to-all: rank r sends ``counts[r][s]`` elements to rank s.
+
+    They stand in the order of destinations, then of sources. For each rank, `starts` has the elements of the buffer at
+    which the blocks that it sends begin, `skips` their distance from those of its input, and `results` the elements of
+    its result.
+
+    >>> blocks = UnevenBlocks(((1, 2), (0, 5)))
+    >>> blocks.sent(1), blocks.results, blocks.starts, [place_in(blocks.sent(1), element) for element in (3, 7)]
+    (UnevenInput(start=0, stop=5, rank=1), ((0, 1), (1, 8)), ((0, 1), (1, 3)), [0, 4])
+    """
+
+    counts: tuple[tuple[int, ...], ...]
+    starts: tuple[tuple[int, ...], ...] = field(init=False)
+    skips: tuple[tuple[int, ...], ...] = field(init=False)
+    results: tuple[tuple[int, int], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        ends = list(
+            accumulate((row[rank] for rank in range(len(self.counts)) for row in self.counts), initial=0)
+        )
+        size = len(self.counts)
+        starts = tuple(tuple(ends[rank:-1:size]) for rank in range(size))
+        skips = tuple(
+            tuple(start - place for start, place in zip(line, accumulate(row, initial=0), strict=False))
+            for line, row in zip(starts, self.counts, strict=True)
+        )
+        object.__setattr__(self, "starts", starts)
+        object.__setattr__(self, "skips", skips)
+        object.__setattr__(self, "results", tuple(zip(ends[:-1:size], ends[size::size], strict=True)))
+
+    @property
+    def longest(self) -> int:
+        """Return the elements of the longest input of a rank."""
+        return max(map(sum, self.counts))
+
+    def sent(self, rank: int) -> UnevenInput:
+        """Return the elements of the buffer that are a rank's input."""
+        return UnevenInput(0, sum(self.counts[rank]), rank, self)
+
+
+class UnevenInput(NamedTuple):
+    """A rank's input in an all-to-all of uneven blocks: elements `start` to `stop` of its input, in these blocks."""
+
+    start: int
+    stop: int
+    rank: int
+    blocks: UnevenBlocks
+
+    def __repr__(self) -> str:
+        return f"UnevenInput(start={self.start}, stop={self.stop}, rank={self.rank})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +128,8 @@ class TransferTable:
     helpers : int
         Number of helper ranks; in rows they follow the ranks. They begin with nothing, so the first row that leads to
         one stores.
+    uneven : UnevenBlocks or None
+        The blocks of an all-to-all of uneven blocks.
 
     Examples
     --------
@@ -103,6 +162,7 @@ class TransferTable:
     offsets: NDArray[np.int64]
     prerequisites: NDArray[np.int64]
     helpers: int = 0
+    uneven: UnevenBlocks | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.source)
@@ -115,8 +175,8 @@ class TransferTable:
                 f"{len(self.offsets)} offsets up to {int(self.offsets[-1])} do not divide "
                 f"{len(self.prerequisites)} prerequisites among {rows} rows"
             )
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for column in fields(self):
+            value = getattr(self, column.name)
             if isinstance(value, np.ndarray):
                 value.setflags(write=False)
 
@@ -140,10 +200,10 @@ class TransferTable:
         return list(_kept(self))
 
 
-Given = tuple[int, int] | tuple[int, int, int, int]
+Given = tuple[int, int] | tuple[int, int, int, int] | UnevenInput
 """The elements of the buffer that are a rank's input: (start, stop); or in an all-to-all, one block in each period of
 the buffer, (start, stop, period, skip): the first, stop - start elements in all, and skip elements of a period are not
-its input.
+its input; or uneven blocks.
 """
 
 
@@ -167,6 +227,9 @@ def place_in(given: Given, element: int) -> int:
     >>> [place_in(given_block("alltoall", 1, 4, 80), element) for element in (5, 9, 25, 65)]
     [0, 4, 5, 15]
     """
+    if isinstance(given, UnevenInput):
+        blocks = given.blocks
+        return element - blocks.skips[given.rank][bisect_right(blocks.starts[given.rank], element) - 1]
     if len(given) == 2:
         return element - given[0]
     start, _, period, skip = given
@@ -190,6 +253,22 @@ def result_block(collective: str, root: int | None, rank: int, ranks: int, count
 def result_blocks(collective: str, root: int | None, ranks: int, count: int) -> tuple[tuple[int, int], ...]:
     """Return for each rank the elements of the buffer that are its result."""
     return tuple(result_block(collective, root, rank, ranks, count) for rank in range(ranks))
+
+
+def results_in(table: TransferTable, collective: str, root: int | None) -> tuple[tuple[int, int], ...]:
+    """Return for each rank the elements of a table's buffer that are its result."""
+    if table.uneven is not None:
+        return table.uneven.results
+    return result_blocks(collective, root, table.ranks, table.count)
+
+
+def longest_input(given: Given) -> int:
+    """Return the elements of the longest input of a rank, which each rank knows by its own.
+
+    >>> longest_input((4, 9)), longest_input(UnevenBlocks(((1, 2), (0, 5))).sent(0))
+    (5, 5)
+    """
+    return given.blocks.longest if isinstance(given, UnevenInput) else given[1] - given[0]
 
 
 @lru_cache(maxsize=64)

@@ -7,7 +7,6 @@ strides. So everything is checked here before anything moves, and only contiguou
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any
@@ -251,29 +250,6 @@ def _whole_numbers(splits: Sequence[int], name: str) -> list[int]:
     if min(found, default=0) < 0:
         raise UsageError(f"{name}_split_sizes must be whole numbers from 0 on, got {list(splits)}")
     return found
-
-
-def splits_text(received: Sequence[int], sent: Sequence[int]) -> str:
-    """Return the text that ranks exchange before an uneven all-to-all, for `check_splits`."""
-    return json.dumps([list(received), list(sent)])
-
-
-def check_splits(texts: Sequence[str]) -> None:
-    """Raise `UsageError`, the same on all ranks, if a rank sends another number of elements than its peer expects.
-
-    >>> check_splits([splits_text([1, 3], [1, 2]), splits_text([1, 0], [3, 0])])
-    Traceback (most recent call last):
-    ...
-    topoplan.errors.UsageError: rank 0 sends 2 elements to rank 1, which expects 1 in its output_split_sizes
-    """
-    tables = [json.loads(text) for text in texts]
-    for rank, (_, sent) in enumerate(tables):
-        for peer, (received, _) in enumerate(tables):
-            if sent[peer] != received[rank]:
-                raise UsageError(
-                    f"rank {rank} sends {sent[peer]} elements to rank {peer}, which expects {received[rank]} in its "
-                    "output_split_sizes"
-                )
 
 
 def _last(tensor: torch.Tensor) -> int:

@@ -7,6 +7,7 @@ is an error on all of them. NCCL is called at once, in the caller's thread, with
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from collectives.backends.uneven_exchange import check_counts
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.tables.numpy_arrays import reduction
@@ -27,7 +29,6 @@ from collectives.torch.group_arguments import (
     check_length,
     check_results,
     check_single,
-    check_splits,
     copy_lines,
     dtype_of,
     given_options,
@@ -40,7 +41,6 @@ from collectives.torch.group_arguments import (
     operation_of,
     parts_of,
     split_counts,
-    splits_text,
     times,
 )
 from topoplan.errors import UsageError
@@ -279,7 +279,7 @@ class GroupCollectives:
         input_split_sizes: Any = (),
         opts: Any = None,
     ) -> Any:
-        """Send every rank its block of a tensor; by plan if blocks are equal because no sizes are given."""
+        """Send every rank its block of a tensor."""
 
         def check() -> tuple[list[int], list[int]]:
             check_results([output], "output")
@@ -479,14 +479,29 @@ class GroupCollectives:
         op: str | None = "split",
         then: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Run an all-to-all of given counts from and to each rank by the inner group, in bytes."""
+        """Run an all-to-all of given counts from and to each rank: by plan, or by the inner group, in bytes."""
+        if op is not None and input.device.type == "cpu" and self._carries([input], None):
+            line, found = line_of(input), line_of(output)
+
+            def fill() -> None:
+                copy_lines([output], [found])
+                then()
+
+            return self._started(
+                lambda comm: comm.all_to_all_v(line, sent, received, out=found, async_op=True),
+                line,
+                fill,
+                results,
+                opts,
+            )
         flat, whole, itemsize = moved_line(input), moved_line(output), input.element_size()
         itemsize = itemsize if flat.dtype == torch.uint8 else 1
         counts = [[itemsize * one for one in listed] for listed in (received, sent)]
 
         def run() -> Any:
             if self.communicator is not None and input.device.type == "cpu":
-                check_splits(self.communicator._gather_texts_in_order(splits_text(received, sent)))
+                texts = self.communicator._gather_texts_in_order(json.dumps([sent, received]))
+                check_counts(*zip(*map(json.loads, texts), strict=True))
             call = method_of(self.inner, "all_to_all_single", "alltoall_base")
             return call(whole, flat, *counts, *given_options(opts))
 

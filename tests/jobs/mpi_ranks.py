@@ -37,6 +37,7 @@ def results(form: str) -> dict[str, Any]:
     if world.size == 4:
         found["sparse"] = taken(Communicator(TWO_SERVERS, backend), steps_of_each(), read_only, as_it_is)
         found["mesh"] = sums_of_mesh(Communicator(topoplan.plan(MESH.topology, "allreduce"), backend))
+        found["uneven"] = uneven_blocks(Communicator(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]), backend))
     backend.close()
     backend.close()
     # MPI would keep the processors busy with waiting
@@ -44,6 +45,16 @@ def results(form: str) -> dict[str, Any]:
     while not last.Test():
         time.sleep(0.01)
     return found
+
+
+def uneven_blocks(comm: Communicator) -> list[int]:
+    """Return the lengths of blocks that this rank gets, in which all elements tell source and destination."""
+    counts = [[(3 * source + 2 * rank) % 5 * 700 for rank in range(4)] for source in range(4)]
+    given = np.repeat(10 * comm.rank + np.arange(4), counts[comm.rank])
+    found = [comm.all_to_all_v(given, counts[comm.rank]) for _ in range(2)]
+    lengths = [int(np.count_nonzero(found[1] == 10 * source + comm.rank)) for source in range(4)]
+    assert all(np.array_equal(one, np.repeat(10 * np.arange(4) + comm.rank, lengths)) for one in found)
+    return lengths
 
 
 def mistakes(form: str) -> dict[str, Any]:

@@ -51,6 +51,8 @@ def test_results_are_those_of_loopback_on_every_rank(form: str, size: int, tmp_p
     if size == 4:
         assert [one["sparse"] for one in found] == of_each_rank(steps_of_each())
         assert [one["mesh"] for one in found] == SUMS_OF_MESH
+        wanted = [[(3 * source + 2 * rank) % 5 * 700 for source in range(4)] for rank in range(4)]
+        assert [one["uneven"] for one in found] == wanted
 
 
 @pytest.fixture(scope="module", params=["shared", "messages", "mixed"])

@@ -48,7 +48,7 @@ def count_calls(groups: list[Any]) -> None:
         assert planned is not None
         comm = planned.communicator
         assert comm is not None, planned.reason
-        for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"):
+        for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "all_to_all_v"):
             setattr(comm, name, counted(getattr(comm, name), name))
         planned.inner = Beneath(planned.inner)  # type: ignore[assignment]
 

@@ -163,7 +163,7 @@ def arguments_that_do_not_fit_are_the_same_error_on_all_ranks() -> None:
         (splits([6], [2, 2, 2]), "UsageError: output_split_sizes must be 3 numbers for 3 ranks, got 1"),
         (
             splits([3, 1, 2] if one else [2, 2, 2], [2, 2, 2]),
-            "UsageError: rank 0 sends 2 elements to rank 1, which expects 3 in its output_split_sizes",
+            "RefusedError: rank 0 sends 2 elements to rank 1, which expects 3; correct the counts of one of them",
         ),
         (
             lambda: dist.all_to_all_single(zeros(4), ones(4)),

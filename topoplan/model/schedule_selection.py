@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import ParamSpec
+from typing import TYPE_CHECKING, ParamSpec
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import CHANNEL_SPLITS, UNIONS, Fabric, channel_words
@@ -38,6 +38,9 @@ from topoplan.schedules.ring import RING_KINDS, ring_plan
 from topoplan.schedules.routes import LeastLoaded
 from topoplan.solve.planner import METHODS, plan
 from topoplan.units import TOLERANCE, counted, format_size, listed, parse_size, parse_sizes
+
+if TYPE_CHECKING:
+    from topoplan.solve.packing.all_to_all import Matrix
 
 SIZES = (1 << 10, 1 << 30)
 """Default smallest and largest tested size in bytes."""
@@ -384,7 +387,12 @@ def grid_of_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def plan_like(
-    given: Plans, collective: str, *, root: int | None = None, machine: Topology | None = None
+    given: Plans,
+    collective: str,
+    *,
+    root: int | None = None,
+    machine: Topology | None = None,
+    demand: Matrix | None = None,
 ) -> Plans:
     """Plan another collective on the machine and the channels of a plan, in the same way.
 
@@ -392,6 +400,7 @@ def plan_like(
 
     root: rank of the root of a broadcast or reduce.
     machine: the machine to plan for instead, such as a degraded one.
+    demand: for an all-to-all, the bytes that row sends to column.
 
     >>> import topoplan
     >>> dgx = topoplan.load("dgx-1v")
@@ -402,7 +411,8 @@ def plan_like(
     channels = "+".join(model.channels)
     if collective == ALL_TO_ALL:
         # paths have no sizes and no orders of trees, and are not divided between channels
-        return plan(topology, collective, channels="auto" if channels in CHANNEL_SPLITS else channels)
+        split = "auto" if channels in CHANNEL_SPLITS else channels
+        return plan(topology, collective, channels=split, demand=demand)
     if isinstance(given, SizePlans):
         return plan_by_size(topology, collective, root=root, channels=channels)
     try:

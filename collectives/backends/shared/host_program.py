@@ -175,6 +175,16 @@ def host_program_of(
     return _HostProgram(table, rank, given, blocks, itemsize, block_bytes, methods).written()
 
 
+def _inputs(table: TransferTable, given: Given) -> list[Given]:
+    """Return the elements of each rank's input, by those of this one."""
+    if table.uneven is not None:
+        return [table.uneven.sent(rank) for rank in range(table.ranks)]
+    if given[1] - given[0] == table.count:
+        return [given] * table.ranks
+    collective = "alltoall" if len(given) > 2 else "allgather"
+    return [given_block(collective, rank, table.ranks, table.count) for rank in range(table.ranks)]
+
+
 class _HostProgram:
     """Builds the program of `host_program_of`; all numbers are elements, except for arguments in bytes."""
 
@@ -193,12 +203,7 @@ class _HostProgram:
         self._itemsize, self._block = itemsize, block_bytes // itemsize
         self._blocks = blocks
         self._given = given[1] - given[0]
-        collective = "alltoall" if len(given) > 2 else "allgather"
-        whole = self._given == table.count
-        self._inputs: list[Given] = [
-            given if whole else given_block(collective, other, table.ranks, table.count)
-            for other in range(table.ranks)
-        ]
+        self._inputs = _inputs(table, given)
         self._line = results_of(table, blocks)
         self._added = [piece for piece in self._line if isinstance(piece.sum, tuple)]
         self._end = self._added[-1].end if self._added else 0

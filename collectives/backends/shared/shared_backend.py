@@ -59,7 +59,7 @@ from collectives.peers.shared_memory import (
 from collectives.peers.shared_memory_control_plane import HostExchange, SharedMemoryControlPlane
 from collectives.peers.tcp_control_plane import TcpControlPlane, rendezvous_within
 from collectives.tables.numpy_arrays import ArrayLibrary, PooledArrays
-from collectives.tables.transfer_table import result_blocks
+from collectives.tables.transfer_table import longest_input, results_in
 from topoplan.errors import BackendError, RefusedError, UsageError
 
 SLOW_BLOCK_BYTES = 256 << 10
@@ -281,7 +281,7 @@ class SharedBackend(OneRank):
             call.table,
             self._placement,
             given=memory.given,
-            blocks=result_blocks(about.collective, about.root, self.size, about.count),
+            blocks=results_in(call.table, about.collective, about.root),
             itemsize=call.itemsize,
         )
         ready = PreparedProgram.of(program, buffers.arithmetic, aligned=buffers.aligned)
@@ -291,7 +291,7 @@ class SharedBackend(OneRank):
     def _prepared(self, call: Call[Any], memory: RankArrays[Any], buffers: RankBuffers) -> _Prepared:
         """Return the program of collectives like this one, for ranks that all see the same memory."""
         about = call.signature
-        nbytes = (memory.given[1] - memory.given[0]) * call.itemsize
+        nbytes = longest_input(memory.given) * call.itemsize
         quick = buffers.arithmetic.quick(call.op)
         method = access_method_of(nbytes)
         direct, fetches = quick and method != EACH, quick and call.op is not None and nbytes >= FETCHED_BYTES
@@ -299,7 +299,7 @@ class SharedBackend(OneRank):
             call.table,
             self.ranks[0],
             given=memory.given,
-            blocks=result_blocks(about.collective, about.root, self.size, about.count),
+            blocks=results_in(call.table, about.collective, about.root),
             itemsize=call.itemsize,
             block_bytes=BLOCK_BYTES if quick and buffers.aligned else SLOW_BLOCK_BYTES,
             methods=(method, *((ARRAYS,) if direct else ()), *((FETCHED, INTO) if fetches else ())),

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from collectives.tables.lowering import lower
-from collectives.tables.transfer_table import EdgeStream, TransferTable, result_block, streams
+from collectives.tables.transfer_table import EdgeStream, TransferTable, results_in, streams
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import ALIGNMENT
@@ -128,7 +128,7 @@ def _slots(
     """Return how many partial sums the destination keeps: two, and one for every level that they wait there."""
     block = (0, 0)
     if first.destination < table.ranks:  # helpers get no result
-        block = result_block(collective, root, first.destination, table.ranks, table.count)
+        block = results_in(table, collective, root)[first.destination]
     if block[0] <= first.start and first.stop <= block[1]:
         return 0
     last = max((part.level for part in _others_at(first, parts)), default=first.level)

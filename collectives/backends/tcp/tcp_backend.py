@@ -74,7 +74,7 @@ from collectives.peers.peer_watchdog import LOOK
 from collectives.peers.rendezvous import meeting_key
 from collectives.peers.tcp_control_plane import TcpControlPlane, rendezvous_within
 from collectives.tables.numpy_arrays import ArrayLibrary, PooledArrays
-from collectives.tables.transfer_table import EdgeStream, result_blocks
+from collectives.tables.transfer_table import EdgeStream, UnevenInput, results_in
 from topoplan.errors import BackendError, RefusedError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plan
@@ -322,7 +322,7 @@ class TcpBackend(OneRank):
             call.table,
             self.rank,
             given=memory.given,
-            blocks=result_blocks(about.collective, about.root, self.size, about.count),
+            blocks=results_in(call.table, about.collective, about.root),
             itemsize=call.itemsize,
             block_bytes=COMBINED_BYTES,
             methods=(EACH,),
@@ -356,6 +356,8 @@ class TcpBackend(OneRank):
     def _small(self, call: Call[Any]) -> bool:
         """Return whether the barrier carries the inputs."""
         (memory,) = call.memory
+        if isinstance(memory.given, UnevenInput):
+            return False  # the barrier carries as many bytes of each rank
         nbytes = (memory.given[1] - memory.given[0]) * call.itemsize
         return self._pace is None and nbytes * self.size <= COMBINED_BYTES and self.size <= MOST_RANKS
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from random import Random
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.certificate import Channels, Cut, Lengths
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.plan import Plan
+from topoplan.solve.packing import all_to_all
 
 
 def exact_rate(plan: Plan) -> Fraction:
@@ -97,6 +99,52 @@ def test_the_rate_is_that_of_a_linear_program(small: Topology, data: st.DataObje
     demand[0][1] += 1
     with suppress(InfeasibleError):
         meets_the_program(small, demand)
+
+
+@settings(max_examples=20)
+@given(st.one_of(direct_machines(), switched_machines()), st.integers(0, 2**32))
+def test_trees_that_avoid_each_other_lead_to_the_same_optimum(small: Topology, seed: int) -> None:
+    """Plans of nine ranks and more begin with them; here all do."""
+    pick, size = Random(seed), len(small.gpus)
+    demand = [[pick.choice((0, 1, 1, 5, 30)) for _ in range(size)] for _ in range(size)]
+    demand[0][1] += 1
+    with mock.patch.object(all_to_all, "SPREAD_FROM", 2), suppress(InfeasibleError):
+        meets_the_program(small, demand)
+
+
+def known_machines() -> dict[str, Topology]:
+    """A mesh of four, a ring of four, and a switch of four with one narrow port."""
+    pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
+    mesh = {(f"gpu{a}", f"gpu{b}"): 25.0 for a, b in pairs}
+    ring = {(f"gpu{a}", f"gpu{b}"): 50.0 for a, b in pairs if (a - b) % 4 in (1, 3)}
+    ports = {(f"gpu{a}", "sw0"): 150.0 for a in range(4)}
+    ports |= {("sw0", f"gpu{a}"): 75.0 if a == 2 else 150.0 for a in range(4)}
+    return {
+        "mesh": machine(4, mesh),
+        "ring": machine(4, ring),
+        "switch": machine(4, ports, switches=1),
+        "dgx-1v": topoplan.load("dgx-1v"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "demand", "seconds"),
+    [
+        ("mesh", [[0, 8, 1, 1], [1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 1, 0]], Fraction(2, 15)),
+        ("ring", [[0, 0, 4, 0], [0, 0, 0, 0], [0, 0, 0, 2], [1, 0, 0, 0]], Fraction(1, 25)),
+        ("switch", [[0, 3, 6, 0], [0, 0, 6, 3], [3, 3, 0, 3], [0, 6, 3, 0]], Fraction(1, 5)),
+        ("dgx-1v", [[0] + [1] * 7, *([4] + [0] * 7 for _ in range(7))], Fraction(14, 75)),
+    ],
+)
+@pytest.mark.parametrize("spread_from", [2, 9])
+def test_a_demand_in_gb_takes_the_known_seconds(
+    name: str, demand: list[list[int]], seconds: Fraction, spread_from: int
+) -> None:
+    """Least times by flows of each source, which equal their duals by shortest paths."""
+    with mock.patch.object(all_to_all, "SPREAD_FROM", spread_from):
+        plan = topoplan.plan(known_machines()[name], "alltoall", demand=demand)
+    assert isinstance(plan.certificate, Demand)
+    assert plan.certificate.buffer / exact_rate(plan) == seconds
 
 
 @pytest.mark.thorough

@@ -1,0 +1,383 @@
+"""Check the counts of an uneven all-to-all, agree on them, and round them to the demand that is planned.
+
+Rank r sends ``counts[r][s]`` rows of axis 0 to rank s. Every rank knows its own counts; a gather of texts gives it all
+others'. Lengths are bound when the call runs: a plan fixes the paths of each block and their shares.
+
+A plan that is known serves other counts too, if by its paths they take at most `SERVED_WITHIN` of the least time that
+some certificate of the known plans proves for them (`serving_plan`); all of it in exact numbers, so that all ranks
+decide alike. Otherwise a demand is planned: each block as the next eighth of the longest one, or as the next power of
+two below an eighth. So no block has less than its bytes, and the plan takes at most as long for these counts as for
+their demand. Blocks that stay are no traffic, and are planned alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from hashlib import sha256
+from math import gcd, lcm, prod
+from operator import index
+from typing import Any, Generic, TypeVar
+
+from collectives.backends.backend import Backend
+from collectives.backends.request import (
+    CallKind,
+    Counts,
+    Request,
+    check_inputs,
+    check_outputs,
+    one_per_rank,
+)
+from collectives.tables.lowering import PlanKey, block_shares
+from collectives.tables.transfer_table import UnevenBlocks
+from topoplan.errors import PlanError, UsageError
+from topoplan.machine.fabric import Fabric
+from topoplan.plans.certificates.certificate import OneFabric
+from topoplan.plans.certificates.exchange import Demand, DemandMatrix
+from topoplan.plans.loads import stage_links
+from topoplan.plans.plan import ALL_TO_ALL, Plan
+
+Array = TypeVar("Array")
+
+UNEVEN = "all_to_all_v"
+"""The name of an uneven all-to-all in signatures."""
+
+KNOWN_COUNTS = 16
+"""Matrices of counts that ranks need not send again."""
+
+SERVED_WITHIN = Fraction(9, 8)
+"""The most of the least possible time that counts may take by the plan of other ones."""
+
+MOST_PLANNED = 32
+"""The most ranks for which demands are planned: with more it takes seconds."""
+
+STEPS = 8
+"""Parts of the longest block to which the others are rounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnevenCall(Generic[Array]):
+    """An uneven all-to-all whose arguments fit on this process.
+
+    `inputs`, `sent` and `received` have an entry for each rank of this process: its array, and the rows of axis 0 that
+    it sends to each rank and gets from each, or None if the caller does not say. `out` is the caller's, `unit` what
+    counts count.
+    """
+
+    inputs: list[Array]
+    sent: Counts
+    received: tuple[tuple[int, ...] | None, ...]
+    out: Any
+    unit: str
+
+
+def uneven_call(
+    backend: Backend[Array], arrays: Any, send_counts: Any, recv_counts: Any, *, out: Any
+) -> UnevenCall[Array]:
+    """Check the arguments of an uneven all-to-all as far as this process knows the counts; raise `UsageError`."""
+    library, ranks = backend.arrays, backend.ranks
+    one_rank = backend.one_rank
+    inputs = check_inputs([arrays] if one_rank else arrays, ranks, library, first_axis=1)
+    if library.gpu(inputs[0]) is not None:
+        raise UsageError(
+            "all_to_all_v needs arrays on the host, got arrays on a GPU; copy them there, or pad them and call "
+            "all_to_all"
+        )
+    if backend.helpers:
+        raise UsageError(
+            "all_to_all_v cannot run with helper ranks, which do not know its counts; plan without helpers"
+        )
+    given = one_per_rank([send_counts] if one_rank else send_counts, ranks, "send_counts")
+    sent = tuple(
+        _checked_counts(row, backend.size, rank, "send_counts")
+        for rank, row in zip(ranks, given, strict=True)
+    )
+    wanted: list[Any] = [None] * len(ranks)
+    if recv_counts is not None:
+        wanted = one_per_rank([recv_counts] if one_rank else recv_counts, ranks, "recv_counts")
+    received = tuple(
+        None if row is None else _checked_counts(row, backend.size, rank, "recv_counts")
+        for rank, row in zip(ranks, wanted, strict=True)
+    )
+    for rank, array, row in zip(ranks, inputs, sent, strict=True):
+        rows = (library.shape(array) or (1,))[0]
+        if sum(row) != rows:
+            raise UsageError(
+                f"send_counts of rank {rank} must add up to the {rows} rows of its array, got {sum(row)}; "
+                "pass that part of the array alone, or correct send_counts"
+            )
+    unit = "rows" if len(library.shape(inputs[0])) > 1 else "elements"
+    call = UnevenCall(inputs, sent, received, out, unit)
+    if not one_rank:
+        check_counts(sent, received, unit=unit)
+    elif received[0] is not None and out is not None:
+        _outputs(backend, call, (received[0],))
+    return call
+
+
+def _checked_counts(row: Any, size: int, rank: int, name: str) -> tuple[int, ...]:
+    """Return the counts of a rank; raise `UsageError` unless they are a whole number from 0 on for each rank."""
+    try:
+        counts = tuple(int(index(one)) for one in row)
+    except TypeError:
+        counts = None
+    if counts is None or min(counts, default=0) < 0:
+        shown = str(list(row) if isinstance(row, Sequence) else row)
+        raise UsageError(
+            f"{name} of rank {rank} must be whole numbers from 0 on, got {shown[:80]}; correct it"
+        )
+    if len(counts) != size:
+        raise UsageError(
+            f"{name} of rank {rank} must be {size} numbers for {size} ranks, got {len(counts)}; pass one for each rank"
+        )
+    return counts
+
+
+def check_counts(sent: Counts, received: Sequence[Sequence[int] | None], *, unit: str = "elements") -> None:
+    """Raise `UsageError`, the same on all ranks, if a rank sends another number than its peer expects.
+
+    `sent` has the counts of all ranks, `received` the counts that they expect, or None.
+
+    >>> check_counts(((1, 2), (3, 0)), ((1, 3), (1, 0)))
+    Traceback (most recent call last):
+    ...
+    topoplan.errors.UsageError: rank 0 sends 2 elements to rank 1, which expects 1; correct the counts of one of them
+    """
+    for rank, row in enumerate(sent):
+        for peer, expected in enumerate(received):
+            if expected is not None and row[peer] != expected[rank]:
+                raise UsageError(
+                    f"rank {rank} sends {row[peer]} {unit} to rank {peer}, which expects {expected[rank]}; correct "
+                    "the counts of one of them"
+                )
+
+
+class KnownCounts:
+    """The last matrices of counts on which the ranks have agreed, by numbers from 1 on, the same on all ranks.
+
+    A rank sends what it sends and what it expects: counts, or the number of a known matrix that has them.
+
+    >>> known = KnownCounts()
+    >>> known.agreed(['[[1, 2], null]', '[[3, 0], [2, 0]]']), known.of(1)
+    (1, ((1, 2), (3, 0)))
+    >>> known.agreed(["[1, null]", "[1, 1]"])
+    1
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, Counts] = {}
+        self._last = 0
+
+    def number(self, rank: int, call: UnevenCall[Any]) -> int:
+        """Return the number of the latest matrix that has a rank's counts; 0 if none has."""
+        (sent,), (received,) = call.sent, call.received
+        for number, counts in reversed(self._known.items()):
+            if counts[rank] == sent and (received is None or _column(counts, rank) == received):
+                return number
+        return 0
+
+    def of(self, number: int) -> Counts:
+        """Return the matrix of a number."""
+        return self._known[number]
+
+    def use(self, number: int) -> None:
+        """Note that all ranks use a matrix: the least recently used one is dropped for a new one."""
+        self._known[number] = self._known.pop(number)
+
+    def text(self, rank: int, call: UnevenCall[Any]) -> str:
+        """Return what a rank sends to the others."""
+        (sent,), (received,) = call.sent, call.received
+        number = self.number(rank, call)
+        return json.dumps([number or sent, None if received is None else number or received])
+
+    def agreed(self, texts: Sequence[str], *, unit: str = "elements") -> int:
+        """Return the number of the counts of all ranks, by their texts; raise `UsageError` if two do not fit."""
+        found = [json.loads(text) for text in texts]
+        number = found[0][0]
+        if isinstance(number, int) and all(
+            row == number and column in (number, None) for row, column in found
+        ):
+            return number
+        sent: list[tuple[int, ...]] = []
+        received: list[tuple[int, ...] | None] = []
+        for rank, (row, column) in enumerate(found):
+            sent.append(self._known[row][rank] if isinstance(row, int) else tuple(row))
+            if isinstance(column, int):
+                received.append(_column(self._known[column], rank))
+            else:
+                received.append(None if column is None else tuple(column))
+        counts = tuple(sent)
+        check_counts(counts, received, unit=unit)
+        for number, known in self._known.items():
+            if known == counts:  # ranks had taken it for different ones
+                return number
+        if len(self._known) == KNOWN_COUNTS:
+            del self._known[next(iter(self._known))]
+        self._last += 1
+        self._known[self._last] = counts
+        return self._last
+
+
+def _column(counts: Counts, rank: int) -> tuple[int, ...]:
+    """Return what a rank gets from each."""
+    return tuple(row[rank] for row in counts)
+
+
+def uneven_request(
+    backend: Backend[Array], call: UnevenCall[Array], rows: Counts, *, number: int = 0
+) -> Request[Array]:
+    """Return the request of an uneven all-to-all whose ranks send each other these rows; `UsageError` if ``out`` does
+    not fit.
+
+    `number` is that of the rows in `KnownCounts`.
+    """
+    library, first = backend.arrays, call.inputs[0]
+    key = library.dtype(first), library.itemsize(first), library.shape(first)[1:]
+    kind = _uneven_kind(*key, rows, backend.ranks)
+    received = tuple(_column(rows, rank) for rank in backend.ranks)
+    return Request(kind, call.inputs, _outputs(backend, call, received), counts=number)
+
+
+def _outputs(backend: Backend[Array], call: UnevenCall[Array], received: Counts) -> list[Array | None]:
+    """Return the arrays for results of these counts."""
+    library, first, out = backend.arrays, call.inputs[0], call.out
+    return check_outputs(
+        [out] if backend.one_rank and out is not None else out,
+        backend.ranks,
+        library,
+        shapes=[(sum(row), *library.shape(first)[1:]) for row in received],
+        like=first,
+        holders=backend.ranks,
+    )
+
+
+@lru_cache(maxsize=64)
+def _uneven_kind(
+    dtype: str, itemsize: int, rest: tuple[int, ...], rows: Counts, ranks: tuple[int, ...]
+) -> CallKind:
+    """Return the kind of a call; `rest` is the shape of a row."""
+    width = prod(rest)
+    blocks = UnevenBlocks(tuple(tuple(count * width for count in row) for row in rows))
+    return CallKind(
+        collective=ALL_TO_ALL,
+        root=None,
+        op=None,
+        dtype=dtype,
+        itemsize=itemsize,
+        given=tuple(blocks.sent(rank) for rank in ranks),
+        blocks=tuple(blocks.results[rank] for rank in ranks),
+        holders=ranks,
+        shapes=tuple((sum(row[rank] for row in rows), *rest) for rank in ranks),
+        count=blocks.results[-1][1],
+        size=len(rows),
+        input_shape=(sum(map(sum, rows)), *rest),
+        uneven=blocks,
+        rows=rows,
+    )
+
+
+@lru_cache(maxsize=64)
+def demand_of(rows: Counts) -> DemandMatrix | None:
+    """Return the demand that is planned for some rows; None if the plan of equal blocks is meant.
+
+    >>> demand_of(((9, 80, 3), (41, 0, 0), (75, 1, 0)))
+    ((1, 64, 4), (40, 1, 0), (64, 1, 1))
+    >>> demand_of(((0, 50), (49, 7))), demand_of(((3, 0), (0, 4))), demand_of(())
+    (None, None, None)
+    """
+    longest = max((count for r, row in enumerate(rows) for s, count in enumerate(row) if r != s), default=0)
+    rounded = [
+        [_rounded(count, longest) if r != s else 0 for s, count in enumerate(row)]
+        for r, row in enumerate(rows)
+    ]
+    moved = {one for r, row in enumerate(rounded) for s, one in enumerate(row) if r != s}
+    if len(moved) < 2:
+        return None
+    part = gcd(*moved)
+    return tuple(
+        tuple(1 if r == s else one // part for s, one in enumerate(row)) for r, row in enumerate(rounded)
+    )
+
+
+def _rounded(count: int, longest: int) -> int:
+    """Return a count in parts of 64 of the longest, rounded up to 8, 16 .. 64 or a power of two."""
+    parts = -(-count * STEPS * STEPS // longest) if count else 0
+    return (
+        -(-parts // STEPS) * STEPS if parts > STEPS else 1 << max(parts - 1, 0).bit_length() if parts else 0
+    )
+
+
+def serving_plan(known: Sequence[PlanKey], rows: Counts) -> Plan | None:
+    """Return the known plan by which some rows take the least time, if that is close to the least possible one.
+
+    Among more than `MOST_PLANNED` ranks it is returned in any case, if it has all paths. The first of equals is taken.
+
+    >>> import topoplan
+    >>> plan = topoplan.plan("v100x4", "alltoall")
+    >>> near, far = ((0, 9, 8, 8), *((8, 8, 8, 8),) * 3), ((0, 9, 0, 0), *((0, 0, 0, 0),) * 3)
+    >>> [serving_plan([PlanKey(plan.digest, plan)], rows) is plan for rows in (near, far)]
+    [True, False]
+    """
+    moved = tuple(tuple(count * (r != s) for s, count in enumerate(row)) for r, row in enumerate(rows))
+    times = [(_time_by(key, moved), number) for number, key in enumerate(known)]
+    time, number = min(((time, number) for time, number in times if time is not None), default=(None, 0))
+    if time is None:
+        return None
+    if len(rows) <= MOST_PLANNED:
+        bounds = (_least_time(key.plan, moved) for key in known)
+        if all(time > bound * SERVED_WITHIN for bound in bounds):
+            return None
+    return known[number].plan
+
+
+@lru_cache(maxsize=64)
+def _crossings(key: PlanKey) -> tuple[int, list[tuple[int, int, int, list[int]]], list[Fraction]]:
+    """Return the paths of a plan, as destination, source, parts of the block and links; their unit; and capacities."""
+    fabric = Fabric(key.plan.topology, key.plan.channels)
+    shares, shards = block_shares(key), iter(key.plan.shards)
+    unit = lcm(*(part.denominator for parts in shares.values() for part in parts))
+    crossed = []
+    for (destination, source), parts in shares.items():
+        for part in parts:  # shards of a block follow one another
+            links = stage_links(next(shards).stages[0], fabric)
+            crossed.append((destination, source, int(part * unit), links))
+    return unit, crossed, list(fabric.capacity)
+
+
+def _time_by(key: PlanKey, moved: Counts) -> Fraction | None:
+    """Return the time of rows by the paths of a plan, in ns if a row is a byte; None if a block has no path."""
+    shares = block_shares(key)
+    if any(count and (s, r) not in shares for r, row in enumerate(moved) for s, count in enumerate(row)):
+        return None
+    unit, crossed, capacity = _crossings(key)
+    loads = [0] * len(capacity)
+    for destination, source, parts, links in crossed:
+        amount = parts * moved[source][destination]
+        if amount:
+            for link in links:
+                loads[link] += amount
+    fullest: dict[Fraction, int] = {}
+    for width, load in zip(capacity, loads, strict=True):
+        fullest[width] = max(load, fullest.get(width, 0))
+    return max(load / (unit * width) for width, load in fullest.items())
+
+
+def _least_time(plan: Plan, moved: Counts) -> Fraction:
+    """Return a lower bound of `_time_by` for any plan, proved by the certificate of this one; 0 without one."""
+    certificate = plan.certificate
+    lengths = certificate.certificate if isinstance(certificate, Demand) else certificate
+    if not isinstance(lengths, OneFabric):
+        return Fraction(0)
+    demand = Demand(moved, lengths)
+    try:
+        return demand.buffer / demand.bound(Fabric(plan.topology, plan.channels), ALL_TO_ALL, None)
+    except PlanError:  # these lengths prove nothing here
+        return Fraction(0)
+
+
+def digest_of(demand: DemandMatrix) -> str:
+    """Return a text of a demand that is the same on all ranks."""
+    return "demand " + sha256(repr(demand).encode()).hexdigest()[:16]
