@@ -73,9 +73,40 @@ def random_three_levels(seed: int, *, most: int) -> ClusterByKind | None:
     return found if found.size <= most and len(found.leaves) > found.pod_size else None
 
 
+def random_dragonfly(seed: int, *, most: int) -> ClusterByKind | None:
+    """Return a dragonfly of two groups or more, equal ones or of servers that differ, as `random_cluster`."""
+    rng = random.Random(f"dragonfly {seed}")
+    servers = []
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        gpus = list(range(rng.choice([1, 2, 4]))) if rng.random() < 0.7 else None
+        rate, count = rng.choice([None, 50, 200]), rng.randint(2, 9)
+        servers.append(Server(rng.choice(MACHINES), gpus, nic_gbps=rate, count=count))
+    try:
+        found = topoplan.cluster_by_kind(
+            servers,
+            nic_gbps=100,
+            nics=rng.choice([None, 1, 2]),
+            nic_access=rng.choice(["direct", "pcie"]),
+            network="dragonfly",
+            group_size=rng.randint(1, 4),
+            global_gbps=rng.choice([5, 20, 40, 100, 300]),
+        )
+    except TopoplanError:
+        return None
+    return found if found.size <= most and len(found.leaves) > 1 else None
+
+
 def plan_of_three_levels(seed: int, *, most: int) -> PlanByKind | None:
-    """Return a plan of a collective on such a cluster; None if it cannot be planned by kind."""
-    cluster = random_three_levels(seed, most=most)
+    """Return a plan of a collective on a fat tree of three levels; None if it cannot be planned by kind."""
+    return _plan(random_three_levels(seed, most=most), seed)
+
+
+def plan_of_groups(seed: int, *, most: int) -> PlanByKind | None:
+    """Return a plan of a collective on a dragonfly; None if it cannot be planned by kind."""
+    return _plan(random_dragonfly(seed, most=most), seed)
+
+
+def _plan(cluster: ClusterByKind | None, seed: int) -> PlanByKind | None:
     if cluster is None:
         return None
     collective = COLLECTIVES[seed % len(COLLECTIVES)]
@@ -142,6 +173,8 @@ def changed_file(rng: random.Random, value: dict[str, Any]) -> dict[str, Any]:
         elif kind == 7 and "leaf_size" in value["cluster"]["network"]:
             size = rng.choice(["leaf_size", "leaf_size", "pod_size"])
             value["cluster"]["network"][size] = rng.randint(1, 6)
+        elif kind == 7 and "group_size" in value["cluster"]["network"]:
+            value["cluster"]["network"]["group_size"] = rng.randint(1, 6)
         elif kind == 8:
             rng.choice(value["certificate"]["lengths"])[2] = str(rng.randint(0, 9))
         elif kind == 9 and len(edge[0]) > 2:

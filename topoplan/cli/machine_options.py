@@ -147,10 +147,10 @@ def apply_cluster_options(
 def requested_by_kind(options: argparse.Namespace, machine: Topology) -> ClusterByKind | None:
     """Return the cluster that the options ask for by its kinds of servers, without the faults of `faulty_by_kind`.
 
-    None for no cluster, one with helpers, or a dragonfly.
+    None for no cluster, or one with helpers.
     """
     machine, count, given = _asked_cluster(options, apply_overlay(options, machine))
-    if count is None or given.pop("helpers") is not None or given["network"] == "dragonfly":
+    if count is None or given.pop("helpers") is not None:
         return None
     return cluster_by_kind([Server(machine, count=count)], name=f"{count} x {machine.name}", **given)
 

@@ -407,7 +407,7 @@ def cluster_by_kind(
         As for `cluster`, without names.
     nic_gbps, nics, network, rails, oversubscription, leaf_size, pod_size, pod_oversubscription, group_size,
     global_gbps, nic_access, transport, memory_gbps, flow_gbps, name
-        As for `cluster`; ``network`` is one of its kinds, except dragonfly. A cluster by kind has no helpers.
+        As for `cluster`; ``network`` is one of its kinds. A cluster by kind has no helpers.
 
     Returns
     -------
@@ -433,8 +433,6 @@ def cluster_by_kind(
     joined = ClusterNetwork(
         network, rails, oversubscription, leaf_size, pod_size, pod_oversubscription, group_size, global_gbps
     )
-    if network == "dragonfly":
-        raise UsageError("network must be one that is planned by kind, got dragonfly; use topoplan.cluster")
     made = _wire(
         servers,
         nic_gbps=nic_gbps,

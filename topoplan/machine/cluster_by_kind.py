@@ -1,15 +1,18 @@
 """Describe a cluster by its kinds of servers and their numbers, without a list of its devices.
 
-A *leaf* holds the servers on one leaf switch; in a network without leaves one leaf holds all of them. Leaves with the
-same numbers of the same kinds are of one *class*, and the servers of one kind in the leaves of a class are a *cell*.
-Pods of a fat tree of three levels hold leaves; those with the same numbers of leaves of the same classes are of one
-class, and leaves of pods of different classes are of different ones. Other networks have one pod. Any two servers of a
-cell are equivalent, since a permutation of the pods of a class, of the leaves of a class in one pod, or of the servers
-of a cell in one leaf, maps links to links. So the cost of a plan grows with the cells, not with the servers.
+A *leaf* holds the servers on one leaf switch, or in one group of a dragonfly; in a network without leaves one leaf
+holds all of them. Leaves with the same numbers of the same kinds are of one *class*, and the servers of one kind in the
+leaves of a class are a *cell*. Pods of a fat tree of three levels hold leaves; those with the same numbers of leaves of
+the same classes are of one class, and leaves of pods of different classes are of different ones. Other networks have
+one pod. Any two servers of a cell are equivalent, since a permutation of the pods of a class, of the leaves of a class
+in one pod, or of the servers of a cell in one leaf, maps links to links. So the cost of a plan grows with the cells,
+not with the servers.
 
 `ClusterByKind.sample` lists a few servers of each cell under their names in the whole cluster, with uplinks as fast as
 those of the whole. Routes between two servers pass network switches only, so distances and routes in the sample are
-those of the cluster: they depend on whether two servers share the pod, the leaf and the cell.
+those of the cluster: they depend on whether two servers share the pod, the leaf and the cell. Three groups of a class
+are enough for that in a dragonfly too: a shortest route passes at most one third group of each class, and none of the
+classes of its ends.
 
 Faults make a server a kind of its own (`topoplan.machine.faults_by_kind`), and a leaf with a slow uplink a class of its
 own. A server that has lost all GPUs keeps its number, and is in no cell.
@@ -104,6 +107,14 @@ class ClusterByKind:
             )
         if not self.size:
             raise UsageError(f"all GPUs of {self.name} are taken out; leave one")
+        if self.network.group_size:
+            # A group without GPUs would be a class without cells, through which routes may pass.
+            bare = (not any(self.gpus_of_kind[kind] for kind, _ in runs) for runs in self.leaves)
+            number = next((number for number, one in enumerate(bare) if one), None)
+            if number is not None:
+                raise UsageError(
+                    f"group{number} must have a GPU, got none; leave one, or plan the listed cluster (--listed)"
+                )
 
     @cached_property
     def servers(self) -> int:
@@ -123,7 +134,7 @@ class ClusterByKind:
     @cached_property
     def leaf_size(self) -> int:
         """Servers of a full leaf."""
-        return self.network.leaf_size or self.servers
+        return self.network.leaf_size or self.network.group_size or self.servers
 
     @cached_property
     def leaves(self) -> list[tuple[tuple[int, int], ...]]:
@@ -246,6 +257,10 @@ class ClusterByKind:
         """Return the number in the cluster of a leaf of a class."""
         return list(self._classes.values())[leaf_class][leaf]
 
+    def leaf_name(self, leaf_class: int, leaf: int) -> str:
+        """Return the switch of a leaf of a class, in a network that has leaves."""
+        return f"{self.network.leaf}{self.leaf_number(leaf_class, leaf)}"
+
     def place(self, server: int) -> ServerPlace:
         """Return the place of a server; UsageError for one without GPUs."""
         if not self.gpus_of_kind[self.kind_of(server)]:
@@ -310,9 +325,10 @@ class ClusterByKind:
         head, dot, tail = name.partition(".")
         count = self.cells[0].count
         if not dot:
-            fat = self.network.kind == "fat-tree" and head.startswith("leaf")
-            leaf = (int(head.removeprefix("leaf")) + servers // count) % self.cells[0].leaves if fat else 0
-            return f"leaf{leaf}" if fat else head
+            word = self.network.leaf
+            if not word or not head.startswith(word):
+                return head
+            return f"{word}{(int(head.removeprefix(word)) + servers // count) % self.cells[0].leaves}"
         leaf, position = divmod((int(head[1:]) + servers) % self.servers, count)
         return f"s{leaf * count + (position + positions) % count}.{tail}"
 
@@ -481,14 +497,22 @@ class ClusterSample:
     def switch_names(self, server: int, leaf: int) -> dict[str, str]:
         """Return the leaf, and the pod, of a server of the sample with those of another leaf of its class."""
         cluster, cell = self.cluster, self.cluster.cells[self.places[server].cell]
-        if cluster.network.kind != "fat-tree":
+        if not cluster.network.leaf:
             return {}
         leaves = (self.places[server].leaf, leaf)
-        own, image = (f"leaf{cluster.leaf_number(cell.leaf_class, one)}" for one in leaves)
+        own, image = (cluster.leaf_name(cell.leaf_class, one) for one in leaves)
         if cluster.network.pod_size is None:
             return {own: image}
         pod, other = (f"pod{cluster.pod_number(*cell.pod(one))}" for one in leaves)
         return {own: image, pod: other}
+
+    @cached_property
+    def groups(self) -> dict[str, tuple[int, int]]:
+        """The switch of every sampled group of a dragonfly, and the group as `leaf_of` returns it."""
+        if self.cluster.network.kind != "dragonfly":
+            return {}
+        leaves = ((one, leaf) for one, every in sorted(self.leaves_of.items()) for leaf in every)
+        return {self.cluster.leaf_name(*leaf): leaf for leaf in leaves}
 
     @cached_property
     def class_of(self) -> dict[str, tuple[object, ...]]:
@@ -503,13 +527,12 @@ class ClusterSample:
             f"pod{self.cluster.pod_number(*self.pod_of(one))}": self.pod_of(one)[0]
             for one in range(len(self.places) if self.cluster.network.pod_size else 0)
         }
-        fat = self.cluster.network.kind == "fat-tree"
         return {
             device.name: (
                 (server[device.server].cell, device.name.split(".", 1)[1])
                 if device.server in server
                 else ("leaf", leaves[device.name])
-                if fat and device.name in leaves
+                if self.cluster.network.leaf and device.name in leaves
                 else ("pod", pods[device.name])
                 if device.name in pods
                 else ("switch", device.name)
@@ -529,9 +552,18 @@ class ClusterSample:
         for link, key in zip(links, self.class_keys(links), strict=True):
             if key not in number:
                 number[key] = len(number)
-                counts.append(max(self.count(self.class_of[end]) for end in (link.src, link.dst)))
+                counts.append(self.links_between(self.class_of[link.src], self.class_of[link.dst]))
             classes.append(number[key])
         return tuple(classes), tuple(counts)
+
+    def links_between(self, src: tuple[object, ...], dst: tuple[object, ...]) -> int:
+        """Return the number of links of the cluster from devices of one class to those of another that they join.
+
+        Any two groups of a dragonfly are joined.
+        """
+        if src[0] == dst[0] == "leaf":
+            return self.count(src) * (self.count(dst) - (src == dst))
+        return max(self.count(src), self.count(dst))
 
     def count(self, of: tuple[object, ...]) -> int:
         """Return the number of servers, leaves or pods in whose class a device is; 1 for a switch of all."""

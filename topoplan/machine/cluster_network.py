@@ -232,6 +232,11 @@ class ClusterNetwork:
             nic_rate(self.global_gbps, "global_gbps")
 
     @property
+    def leaf(self) -> str:
+        """The name of leaf switches without their number, empty for a network that has none."""
+        return {"fat-tree": "leaf", "dragonfly": "group"}.get(self.kind, "")
+
+    @property
     def has_spine(self) -> bool:
         """Whether a spine may join leaves or rails."""
         return self.kind == "fat-tree" or self.oversubscription is not None

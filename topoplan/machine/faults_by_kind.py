@@ -22,8 +22,8 @@ from topoplan.machine.variants import slow_links, without_devices, without_links
 from topoplan.units import counted
 
 _SERVER = re.compile(r"(?:^|[->])s(\d{1,9})\.")
-_LEAF, _POD = (re.compile(rf"(?:^|[->]){name}(\d{{1,9}})(?=$|-)") for name in ("leaf", "pod"))
-"""Servers, leaves and pods in the names of devices and links."""
+_LEAF, _POD = (re.compile(rf"(?:^|[->])(?:{name})(\d{{1,9}})(?=$|-)") for name in ("leaf|group", "pod"))
+"""Servers, leaves or groups, and pods in the names of devices and links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +191,17 @@ def _merged(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 def _uplinks_after(
     cluster: ClusterByKind, before: Topology, left: Topology
 ) -> tuple[tuple[str, float, float], ...]:
-    """Return the uplinks that faults have changed; UsageError for a leaf that has lost one."""
+    """Return the uplinks that faults have changed; UsageError for a leaf that has lost one, or a link of two groups."""
     rate, rest = ({(link.src, link.dst): link.bandwidth for link in one.links} for one in (before, left))
+    between = (
+        [ends for ends in rate if not any("." in end for end in ends)] if cluster.network.group_size else []
+    )
+    slower = next((ends for ends in between if rest.get(ends) != rate[ends]), None)
+    if slower is not None:
+        raise UsageError(
+            f"the link {'-'.join(slower)} must be as fast as those of all other groups, got {rest.get(slower, 0):g} in "
+            f"place of {rate[slower]:g} GB/s; plan the listed cluster (--listed)"
+        )
     changed = {switch: (up, back) for switch, up, back in cluster.uplinks}
     above = cluster.network.above
     uplinks = {

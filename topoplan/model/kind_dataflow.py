@@ -16,24 +16,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.errors import PlanError, UsageError
 from topoplan.machine.cluster_by_kind import Cell, ClusterSample, ServerPlace
+from topoplan.machine.fabric import Fabric
 from topoplan.model.closed_form import Pipeline, Timeline, pipeline, timeline
-from topoplan.model.dataflow import Dataflow, Indices, Starters, flow_of
+from topoplan.model.dataflow import Dataflow, Hop, Indices, Starters, flow_of
 from topoplan.plans.kind_exchange import KindPath, placings
 from topoplan.plans.kind_templates import (
     KindTemplate,
     beside_root,
     centre_of,
+    centre_turns,
     entry_of,
     follows_root,
+    group_turns,
     image_count,
     leaf_groups,
     represented,
+    third_groups,
 )
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import Shard, Stage
@@ -133,6 +138,7 @@ def _starters(
 ) -> Starters:
     sample, fabric = plan.sample, plan.fabric
     keys = sample.class_keys(fabric.links)
+    turns = [group_turns(sample, template.stages) for template in plan.templates]
     alike: dict[tuple[object, ...], list[tuple[int, float]]] = {}
     between: dict[tuple[object, ...], list[tuple[int, tuple[Roles, bool]]]] = {}
     for number, hop in enumerate(flow.hops):
@@ -141,14 +147,18 @@ def _starters(
         child, parent = (home[end] for end in ((hop.src, hop.dst) if upwards else (hop.dst, hop.src)))
         source, target = sample.places[home[hop.src]].cell, sample.places[home[hop.dst]].cell
         ends = (source, target, *(fabric.ranks[end].split(".", 1)[1] for end in (hop.src, hop.dst)))
-        pattern = (*ends, tuple(keys[link] for link in hop.links))
+        # A route inside a server may pass the same classes as one to another server, by the NICs.
+        pattern = (*ends, child == parent, tuple(keys[link] for link in hop.links))
         if child == parent or isinstance(template, KindPath):
             # Images of a path are an orbit: all routes of a pattern have equally many.
             copies = flow.counts[hop.shard] * stands[hop.shard][child]
-            alike.setdefault(pattern, []).append((number, copies / placings(sample, (parent, child))))
+            groups = [sample.groups[name] for name in third_groups(sample, _route(fabric, hop))]
+            alike.setdefault(pattern, []).append((number, copies / placings(sample, (parent, child), groups)))
         else:
             marked = (template.root, template.centre, template.entries, template.shifts)
-            roles = Roles(*marked, parent, child, template.pod_entries)
+            passed = sorted(third_groups(sample, _route(fabric, hop)).values())
+            thirds = tuple(turns[hop.shard][leaf_class] for leaf_class in passed)
+            roles = Roles(*marked, parent, child, template.pod_entries, thirds)
             between.setdefault(pattern, []).append((number, (roles, upwards)))
     routes = list(alike.values())
     counted = _Pairs(sample)
@@ -165,9 +175,17 @@ def _starters(
     )
 
 
+def _route(fabric: Fabric, hop: Hop) -> list[str]:
+    """Return the devices that a hop passes, from its source to its destination."""
+    return [fabric.ranks[hop.src], *(fabric.links[link].dst for link in hop.links)]
+
+
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The roles of the two servers of a hop: servers of the sample, in a template of such marked ones and shifts."""
+    """The roles of the two servers of a hop: servers of the sample, in a template of such marked ones and shifts.
+
+    ``thirds`` are divisors and moduli of the third groups of a dragonfly that the hop passes, as of `group_turns`.
+    """
 
     root: int
     centre: int
@@ -176,6 +194,7 @@ class Roles:
     parent: int
     child: int
     pod_entries: tuple[int, ...] = ()
+    thirds: tuple[tuple[int, int], ...] = ()
 
 
 class _Pairs:
@@ -191,22 +210,27 @@ class _Pairs:
         hops: roles, and whether the data runs from child to parent.
         """
         different = {each: number for number, each in enumerate(dict.fromkeys(hops))}
-        counts = [self._counts(roles).T if upwards else self._counts(roles) for roles, upwards in different]
+        counts = [
+            self._counts(roles).swapaxes(1, 2) if upwards else self._counts(roles)
+            for roles, upwards in different
+        ]
         rows = np.unique(np.stack([each.ravel() for each in counts]), axis=1).T
         return [[int(row[different[each]]) for each in hops] for row in rows if row.any()]
 
     def _counts(self, roles: Roles) -> Indices:
-        """Return the images of every parent with every child as (parents, children) int64."""
+        """Return the images of every choice of third groups, parent and child as (choices, parents, children) int64."""
         if roles not in self._known:
             parents, children = (self.sample.places[each].cell for each in (roles.parent, roles.child))
             images = RoleImages(self.sample, roles)
             leaf, position = servers_of(self.sample, children)
+            places = list(zip(*(each.tolist() for each in servers_of(self.sample, parents)), strict=True))
             self._known[roles] = np.array(
                 [
-                    images.with_child(ServerPlace(parents, *place), leaf, position)
-                    for place in zip(
-                        *(each.tolist() for each in servers_of(self.sample, parents)), strict=True
-                    )
+                    [
+                        images.with_child(ServerPlace(parents, *place), leaf, position, thirds)
+                        for place in places
+                    ]
+                    for thirds in product(*(range(min(_LEAVES, modulus)) for _, modulus in roles.thirds))
                 ]
             )
         return self._known[roles]
@@ -237,7 +261,9 @@ class RoleImages:
         self.home, self.middle, self.own = (
             cells[places[one].cell] for one in (roles.root, roles.centre, roles.child)
         )
-        self.block = self.home.count * roles.shifts
+        self.turns = centre_turns(sample, roles.root, roles.centre)
+        self.shifts = roles.shifts // self.turns
+        self.block = self.home.count * self.shifts
         self.stands = represented(sample, self.template)
         beside = [one for one in roles.entries if beside_root(sample, self.template, one)]
         self.near = beside[0] if beside else None
@@ -258,14 +284,11 @@ class RoleImages:
                 "servers, or numbers of servers with common divisors"
             )
         if roles.parent == roles.root:
-            first = parent.leaf * self.block + parent.position * roles.shifts
+            first = (parent.leaf * self.block + parent.position * self.shifts) * self.turns
             return np.arange(first, first + roles.shifts)
         if roles.parent == self.near:
-            start = parent.leaf * self.block
-            if parent.cell != here.cell:
-                return np.arange(start + parent.position, start + self.block, sending.count)
-            start += (parent.position - 1) % sending.count * roles.shifts
-            return np.arange(start, start + roles.shifts)
+            entered = parent.leaf * self.block + self._offsets(parent, 1)
+            return (entered[:, None] * self.turns + np.arange(self.turns)).ravel()
         if passing:
             return self._passing(parent, sending, many)
         if roles.parent != roles.centre:
@@ -273,21 +296,35 @@ class RoleImages:
                 f"s{self.sample.numbers[roles.parent]} sends to another server, and is neither root, centre, nor the "
                 "entry of its leaf or pod"
             )
-        if self.middle.leaf_class != self.home.leaf_class:
+        same = self.sample.leaf_of(roles.centre) == self.sample.leaf_of(roles.root)
+        beyond = self.middle.leaf_class != self.home.leaf_class
+        if self.sample.groups and not same:
+            # The centre is in the parent's group for one digit of each group of the root.
+            digit = np.array([parent.leaf]) if beyond else np.arange(self.turns)
+            groups = np.arange(self.home.leaves) if beyond else (parent.leaf - 1 - digit) % self.home.leaves
+            found: Indices = (groups[:, None] * self.block + self._offsets(parent, 0)) * self.turns
+            return (found + digit[:, None]).ravel()
+        if beyond:
             first = parent.leaf * self.middle.count + parent.position
             return np.arange(first, self.home.leaves * self.block, self.middle.servers)
-        same = there.leaf == here.leaf
         size = self.middle.leaves_in_pod
         leaf = parent.leaf
         if self.middle.pod(there.leaf) != self.middle.pod(here.leaf):
             leaf = (leaf - size) % self.middle.leaves
         elif not same:
             leaf = leaf - leaf % size + (leaf % size - 1) % size
-        start = leaf * self.block
-        if there.cell != here.cell:
-            return np.arange(start + parent.position, start + self.block, self.middle.count)
-        start += (parent.position - same) % self.middle.count * roles.shifts
-        return np.arange(start, start + roles.shifts)
+        return leaf * self.block + self._offsets(parent, int(same))
+
+    def _offsets(self, parent: ServerPlace, ahead: int) -> Indices:
+        """Return the numbers in the block of one leaf in which a position follows that of the root, or is its turn.
+
+        It is so many positions ahead of a root of its own cell.
+        """
+        count = self.sample.cluster.cells[parent.cell].count
+        if parent.cell != self.sample.places[self.roles.root].cell:
+            return np.arange(parent.position, self.block, count)
+        start = (parent.position - ahead) % count * self.shifts
+        return np.arange(start, start + self.shifts)
 
     def _passing(self, parent: ServerPlace, own: Cell, many: int) -> Indices:
         """Return the numbers of the ``many`` images in which a server of a cell is the entry of its pod."""
@@ -310,10 +347,12 @@ class RoleImages:
                 kept &= there if sample.pod_of(one) == sample.pod_of(roles.parent) else ~there
         return number[kept]
 
-    def with_child(self, parent: ServerPlace, leaf: Indices, position: Indices) -> Indices:
+    def with_child(
+        self, parent: ServerPlace, leaf: Indices, position: Indices, thirds: Sequence[int] = ()
+    ) -> Indices:
         """Return in how many of them each of some servers is the child, (M,) int64.
 
-        leaf, position: (M,) int64, places of the servers in the child's cell.
+        leaf, position: (M,) int64, places of the servers in the child's cell. thirds: the third groups of the hop.
         """
         roles, sample, own = self.roles, self.sample, self.own
         cell = sample.places[roles.child].cell
@@ -323,6 +362,8 @@ class RoleImages:
             others = (leaf == parent.leaf) & ((position != parent.position) | (cell != parent.cell))
             return np.where(others, times // sample.cluster.cells[parent.cell].servers, 0)
         number = self.numbers(parent)
+        for (divisor, modulus), group in zip(roles.thirds, thirds, strict=True):
+            number = number[number // self.turns // divisor % modulus == group]
         root = divmod(number // roles.shifts, self.home.count)
         centre = centre_of(sample, self.template, *root, number)
         near, far = (each.leaf_class == own.leaf_class for each in (self.home, self.middle))
@@ -346,7 +387,7 @@ class RoleImages:
         passing: Indices | int = 0
         if self.near is not None and sample.places[self.near].cell == cell:
             follows = cell == sample.places[roles.root].cell
-            turn = root[1] + 1 if follows else number % self.block
+            turn = root[1] + 1 if follows else number // self.turns % self.block
             passing = at_place((root[0], turn % own.count), kept=True)
         if roles.child == self.near:
             return np.broadcast_to(passing, leaf.shape)
@@ -414,7 +455,7 @@ class RoleImages:
             one for one in self.far if one not in roles.pod_entries and self.groups.alike(one, roles.child)
         ]
         if any(sample.places[one].cell == cell for one in far):
-            turn = number % self.block % count
+            turn = number // self.turns % self.block % count
             entered = images(turn, position, count)
             if entry is not None:
                 entered = entered - images(beside * count + turn, within * count + position, size * count)

@@ -31,6 +31,8 @@ def cluster_object(cluster: ClusterByKind) -> dict[str, object]:
         "leaf_size": network.leaf_size,
         "pod_size": network.pod_size,
         "pod_oversubscription": pod_ratio,
+        "group_size": network.group_size,
+        "global_gbps": None if network.global_gbps is None else float(network.global_gbps),
     }
     return {
         "name": cluster.name,
@@ -106,8 +108,8 @@ def cluster_from_object(item: object) -> ClusterByKind:
                 )
             runs.append((pair[0], pair[1]))
         network = read_object(value.get("network"), "cluster: network")
-        counts = ("rails", "leaf_size", "pod_size")
-        ratios = ("oversubscription", "pod_oversubscription")
+        counts = ("rails", "leaf_size", "pod_size", "group_size")
+        ratios = ("oversubscription", "pod_oversubscription", "global_gbps")
         check_known(network, ("kind", *counts, *ratios, "uplinks"), "cluster: network")
         stated: dict[str, Any] = {
             key: (read_whole if key in counts else read_number)(network[key], f"cluster: {key}")

@@ -16,7 +16,8 @@ the links of the class on the path, divided by the number of links of the class.
 Images are numbered in a mixed radix. Each server of the path has three digits, the source first and the destination
 second, the most significant digit first: its pod among those of the class that no earlier server has, if its pod is
 new, its leaf among those of the class in the pod that no earlier server has, if its leaf is new, and its position among
-those of the cell in that leaf that no earlier server has.
+those of the cell in that leaf that no earlier server has. A group of a dragonfly that the path passes without a server
+has a digit after all servers: its number among those of the class that the path has not passed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from math import prod
 from topoplan.machine.cluster_by_kind import ClusterSample, ServerPlace
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.kind_images import local_numbers, renamed
+from topoplan.plans.kind_templates import group_count
 from topoplan.plans.loads import edge_links
 from topoplan.plans.shards import Edge, Shard, Stage, path_ends
 
@@ -50,8 +52,13 @@ class KindPath:
         return path_ends(Shard(self.share, self.stages))
 
 
-def radices(sample: ClusterSample, servers: Iterable[int]) -> list[tuple[int, int, int]]:
-    """Return how many pods, leaves there, and positions there each of some servers may take after those before."""
+def radices(
+    sample: ClusterSample, servers: Iterable[int], groups: Iterable[tuple[int, int]] = ()
+) -> list[tuple[int, int, int]]:
+    """Return how many pods, leaves there, and positions there each of some servers may take after those before.
+
+    ``groups`` are those of a dragonfly that a path passes and that have none of the servers; they stand last.
+    """
     cells, places = sample.cluster.cells, sample.places
     pods: dict[int, set[int]] = {}
     leaves: dict[tuple[int, int], set[int]] = {}
@@ -70,12 +77,16 @@ def radices(sample: ClusterSample, servers: Iterable[int]) -> list[tuple[int, in
         before = taken.get(place[:2], 0)
         taken[place[:2]] = before + 1
         found.append((free_pods, free, cell.count - before))
+    for leaf_class, leaf in groups:
+        known = leaves.setdefault((leaf_class, 0), set())
+        found.append((1, group_count(sample, leaf_class) - len(known), 1))
+        known.add(leaf)
     return found
 
 
-def placings(sample: ClusterSample, servers: Sequence[int]) -> int:
-    """Return in how many ways servers are placed like some of the sample; one named twice counts once."""
-    return prod(prod(digits) for digits in radices(sample, dict.fromkeys(servers)))
+def placings(sample: ClusterSample, servers: Sequence[int], groups: Sequence[tuple[int, int]] = ()) -> int:
+    """Return in how many ways servers, and third groups, are placed like some of the sample; each counts once."""
+    return prod(prod(digits) for digits in radices(sample, dict.fromkeys(servers), groups))
 
 
 @dataclass(frozen=True)
@@ -108,13 +119,21 @@ class PathImages:
         return [self.sample.server_of(self.fabric.ranks[rank]) for rank in self.template.ends]
 
     @cached_property
+    def _groups(self) -> list[tuple[int, int]]:
+        """The groups of a dragonfly on the path that have none of its servers."""
+        (stage,) = self.template.stages
+        own, groups = {self.sample.leaf_of(server) for server in self._servers}, self.sample.groups
+        passed = (groups[device] for edge in stage.edges for device in edge.route if device in groups)
+        return [leaf for leaf in dict.fromkeys(passed) if leaf not in own]
+
+    @cached_property
     def _digits(self) -> list[tuple[int, int, int]]:
-        return radices(self.sample, self._servers)
+        return radices(self.sample, self._servers, self._groups)
 
     @cached_property
     def count(self) -> int:
         """Number of images."""
-        return placings(self.sample, self._servers)
+        return placings(self.sample, self._servers, self._groups)
 
     @property
     def edges(self) -> int:
@@ -145,8 +164,8 @@ class PathImages:
                     found[classes[link]] = found.get(classes[link], Fraction(0)) + load
         return found
 
-    def places(self, number: int) -> dict[int, ServerPlace]:
-        """Return for every server of the sample on the path its place in one image."""
+    def places(self, number: int) -> tuple[dict[int, ServerPlace], dict[tuple[int, int], int]]:
+        """Return the place of every server of the path in one image, and the leaf of each third group."""
         places, cells = self.sample.places, self.sample.cluster.cells
         digits = []
         for pods, leaves, positions in reversed(self._digits):
@@ -157,7 +176,9 @@ class PathImages:
         pod_at: dict[int, dict[int, int]] = {}
         leaf_at: dict[tuple[int, int], dict[int, int]] = {}
         found: dict[int, ServerPlace] = {}
-        for server, (pod, leaf, position) in zip(self._servers, reversed(digits), strict=True):
+        for server, (pod, leaf, position) in zip(
+            self._servers, digits[len(self._groups) :][::-1], strict=True
+        ):
             place = places[server]
             cell = cells[place.cell]
             pod_class, own = cell.pod(place.leaf)
@@ -170,15 +191,21 @@ class PathImages:
             at = passed[own] * cell.leaves_in_pod + known[place.leaf]
             taken = [one.position for one in found.values() if one[:2] == (place.cell, at)]
             found[server] = ServerPlace(place.cell, at, _free(position, taken))
-        return found
+        groups: dict[tuple[int, int], int] = {}
+        for (leaf_class, group), (_, leaf, _) in zip(
+            self._groups, digits[: len(self._groups)][::-1], strict=True
+        ):
+            known = leaf_at.setdefault((leaf_class, 0), {})
+            groups[leaf_class, group] = known[group] = _free(leaf, known.values())
+        return found, groups
 
     def shard(self, number: int) -> Shard:
         """Return one image as a shard of the whole cluster, with its part of the share."""
         sample, cluster = self.sample, self.sample.cluster
-        found = self.places(number)
+        found, groups = self.places(number)
         server_at = {server: cluster.server(place) for server, place in found.items()}
         names = {f"s{sample.numbers[server]}": f"s{image}" for server, image in server_at.items()}
-        leaves: dict[str, str] = {}
+        leaves = {cluster.leaf_name(*one): cluster.leaf_name(one[0], leaf) for one, leaf in groups.items()}
         for server, place in found.items():
             leaves |= sample.switch_names(server, place.leaf)
 

@@ -15,10 +15,13 @@ from topoplan.machine.fabric import Fabric
 from topoplan.plans.kind_templates import (
     KindTemplate,
     centre_of,
+    centre_turns,
     entry_of,
+    group_turns,
     image_count,
     leaf_groups,
     represented,
+    third_groups,
 )
 from topoplan.plans.shards import Edge, Shard, Stage
 
@@ -112,6 +115,10 @@ class TemplateImages:
         return represented(self.sample, self.template)
 
     @cached_property
+    def _group_turns(self) -> dict[int, tuple[int, int]]:
+        return group_turns(self.sample, self.template.stages)
+
+    @cached_property
     def _home(self) -> list[int]:
         return self.sample.servers_of(self.fabric.ranks)
 
@@ -130,11 +137,17 @@ class TemplateImages:
             server: [of_leaf[leaf_class].pod(leaf) for leaf_class, leaf in listed]
             for server, listed in leaves_at.items()
         }
+        turned = number // centre_turns(sample, self.template.root, self.template.centre)
+        third = {
+            leaf_class: cluster.leaf_name(leaf_class, turned // divisor % modulus)
+            for leaf_class, (divisor, modulus) in self._group_turns.items()
+        }
         stages = []
         for stage in self.template.stages:
             edges = []
             for edge in stage.edges:
                 parent, child = home[edge.parent], home[edge.child]
+                passed = {name: third[one] for name, one in third_groups(sample, edge.route).items()}
                 for place, (server, leaf_class, leaf) in enumerate(members[child]):
                     if parent == child:
                         above = members[parent][place]
@@ -148,7 +161,7 @@ class TemplateImages:
                         f"s{sample.numbers[child]}": f"s{server}",
                         f"s{sample.numbers[parent]}": f"s{above[0]}",
                     }
-                    leaves = sample.switch_names(parent, above[2]) | sample.switch_names(child, leaf)
+                    leaves = passed | sample.switch_names(parent, above[2]) | sample.switch_names(child, leaf)
                     edges.append(
                         Edge(
                             cluster.first_rank(above[0]) + local[edge.parent],

@@ -22,6 +22,13 @@ from 0 to S - 1, and S are the template's *shifts*. With q = x mod (c S), where 
   it is in the next leaf, at the root's position if its cell is the root's and at q mod its count else. In every other
   pod, and leaf class, it is server x mod its cell's servers in a pod.
 
+In a dragonfly, whose groups are leaves without pods, the links between two classes of groups must have both ends
+equally often too. So a centre outside the root's group is in every other group equally often for each group of the
+root: the lowest digit of x, of radix r (`centre_turns`), says in which, counting from the root's group on in the same
+class and from 0 in another class. Then x div r and S / r take the places of x and S above, and a centre of another
+class has position q mod its count. A route may pass third groups, one of a class, of other classes than its ends have.
+They are the same in all routes of an image: the digits of x div r in the mixed radix of `group_turns`.
+
 If the counts divide what they must (`needed_shifts`, `entry_allowed`), every server of a cell has each role in equally
 many images, so all links of a class carry the same: the sum over the template's edges, each as often as its child
 stands for servers, divided by the number of links of the class.
@@ -33,7 +40,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from math import gcd, lcm
+from math import gcd, lcm, prod
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -193,10 +200,45 @@ def follows_root(sample: ClusterSample, root: int, entry: int) -> bool:
     return same and sample.pod_of(entry) == sample.pod_of(root)
 
 
+def centre_turns(sample: ClusterSample, root: int, centre: int) -> int:
+    """Return in how many groups of a dragonfly a centre outside the root's group may be; 1 for all else."""
+    (home, leaf), (own, other) = sample.leaf_of(root), sample.leaf_of(centre)
+    if not sample.groups or (home, leaf) == (own, other):
+        return 1
+    return sample.cluster.cells[sample.places[centre].cell].leaves - (own == home)
+
+
+def third_groups(sample: ClusterSample, route: Sequence[str]) -> dict[str, int]:
+    """Return the switches of the groups on a route in which neither end is, with their leaf classes."""
+    if not sample.groups:
+        return {}
+    ends = {sample.leaf_of(sample.server_of(route[place])) for place in (0, -1)}
+    passed = {device: sample.groups[device] for device in route if device in sample.groups}
+    return {device: leaf[0] for device, leaf in passed.items() if leaf not in ends}
+
+
+def group_turns(sample: ClusterSample, stages: Sequence[Stage]) -> dict[int, tuple[int, int]]:
+    """Return for each class of third groups the divisor and modulus that give the group from x div r."""
+    edges = (edge for stage in stages for edge in stage.edges) if sample.groups else ()
+    found, divisor = {}, 1
+    for leaf_class in sorted({one for edge in edges for one in third_groups(sample, edge.route).values()}):
+        found[leaf_class] = divisor, group_count(sample, leaf_class)
+        divisor *= group_count(sample, leaf_class)
+    return found
+
+
+def group_count(sample: ClusterSample, leaf_class: int) -> int:
+    """Return the number of leaves of a class in the cluster."""
+    return next(cell.leaves for cell in sample.cluster.cells if cell.leaf_class == leaf_class)
+
+
 def needed_shifts(
     sample: ClusterSample, root: int, centre: int, entries: Sequence[int], pod_entries: Sequence[int] = ()
 ) -> int:
-    """Return the fewest shifts with which all servers of a cell have the same roles equally often."""
+    """Return the fewest shifts with which all servers of a cell have the same roles equally often.
+
+    Routes that pass no third group need no more.
+    """
     cells, places = sample.cluster.cells, sample.places
     home, middle = cells[places[root].cell], cells[places[centre].cell]
     counts, shifts = [], 1
@@ -207,13 +249,21 @@ def needed_shifts(
             shifts = lcm(shifts, many // gcd(many, home.servers_in_pod))
         else:
             counts.append(own.count)
-    if places[centre].cell != places[root].cell and middle.leaf_class == home.leaf_class:
+    beyond = middle.leaf_class != home.leaf_class and not sample.groups
+    if places[centre].cell != places[root].cell and not beyond:
         counts.append(middle.count)
     for count in counts:
         shifts = lcm(shifts, count // gcd(count, home.count))
-    if middle.leaf_class != home.leaf_class:
+    if beyond:
         shifts = lcm(shifts, middle.servers // gcd(middle.servers, home.servers))
-    return shifts
+    return shifts * centre_turns(sample, root, centre)
+
+
+def shifts_with_groups(sample: ClusterSample, template: KindTemplate) -> int:
+    """Return the fewest shifts with which third groups are passed equally often too, as a multiple of a template's."""
+    turns = centre_turns(sample, template.root, template.centre)
+    many = prod(modulus for _, modulus in group_turns(sample, template.stages).values())
+    return turns * lcm(template.shifts // turns, many)
 
 
 def entry_allowed(
@@ -221,8 +271,11 @@ def entry_allowed(
 ) -> bool:
     """Return whether an entry is equally often at each of its positions.
 
-    Entries of leaves are not if they are always beside a centre, or the entry of a pod, of their class.
+    Entries of leaves are not if they are always beside a centre, or the entry of a pod, of their class. In a dragonfly
+    they always are, since the position of a centre does not depend on its group.
     """
+    if sample.groups:
+        return True
     cells, places = sample.cluster.cells, sample.places
     home, middle, own = (cells[places[server].cell] for server in (root, centre, entry))
     # A centre that goes round the pods of a class says which of their leaves are beside it.
@@ -319,11 +372,17 @@ def centre_of(
     home, own = cells[here.cell], cells[there.cell]
     if template.centre == template.root:
         return leaf, position
-    if own.leaf_class != home.leaf_class:
+    if own.leaf_class != home.leaf_class and not sample.groups:
         return number % own.servers // own.count, number % own.servers % own.count
-    turn = number % (home.count * template.shifts) % own.count
-    if there.leaf == here.leaf:
+    turns = centre_turns(sample, template.root, template.centre)
+    turn = number // turns % (home.count * template.shifts // turns) % own.count
+    if sample.leaf_of(template.centre) == sample.leaf_of(template.root):
         return leaf, (position + 1) % own.count if there.cell == here.cell else turn
+    if sample.groups:
+        group = number % turns
+        if own.leaf_class == home.leaf_class:
+            group = (leaf + 1 + group) % own.leaves
+        return group, position if there.cell == here.cell else turn
     size = own.leaves_in_pod
     if own.pod(there.leaf) == own.pod(here.leaf):
         leaf = leaf - leaf % size + (leaf % size + 1) % size
@@ -342,7 +401,8 @@ def entry_of(
     places, cells = sample.places, sample.cluster.cells
     here, there = places[template.root], places[entry]
     home, own = cells[here.cell], cells[there.cell]
-    turn = number % (home.count * template.shifts) % own.count
+    turns = centre_turns(sample, template.root, template.centre)
+    turn = number // turns % (home.count * template.shifts // turns) % own.count
     same = there.cell == here.cell
     if beside_root(sample, template, entry):
         return leaf % home.leaves_in_pod, (position + 1) % own.count if same else turn

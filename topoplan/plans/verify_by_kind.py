@@ -6,7 +6,8 @@ leaf of the entry of its pod, or in the other leaves of its class: of the root's
 The template must reach one server of the sample for each group that is not empty, all of its ranks once, from a server
 that every member of the group has in common: the root, the centre, or the entry of its leaf or pod. Then each image is
 a tree over all ranks. Roles must fall on all servers of a cell equally often; then all links of a class carry the same,
-which is counted here by groups.
+which is counted here by groups. In a dragonfly the centre, and the third groups that routes pass, must also be in every
+group of their class equally often for each group of the root, so that all links between two classes carry the same.
 
 The templates of an all-to-all are paths, whose images are orbits (`topoplan.plans.kind_exchange`). The edges must be a
 path, and the paths of every commodity must add up to a block.
@@ -18,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import gcd, perm
+from math import gcd, perm, prod
 
 from topoplan.errors import PlanError
 from topoplan.machine.cluster_by_kind import ClusterSample
@@ -51,6 +52,7 @@ def verify_by_kind(plan: PlanByKind) -> Verification:
     crossed, crossings = [Fraction(0)] * len(counts), [0] * len(counts)
     unit, shares = share_units(plan.templates)
     links: dict[tuple[str, Edge], tuple[int, ...]] = {}
+    beyond: dict[Edge, set[Leaf]] = {}
     trees = 0
     for number, template in enumerate(plan.templates):
         try:
@@ -59,23 +61,28 @@ def verify_by_kind(plan: PlanByKind) -> Verification:
                 pairs = Fraction(_pairs(plan, _commodity(plan, home, template)), plan.size)
                 servers = _servers_of(plan, template.stages[0].edges)
                 for edge in template.stages[0].edges:
-                    _check_leaves(plan, edge, servers)
+                    _third_leaves(plan, edge, servers)
                     for place in edge_links(edge, "broadcast", plan.fabric):
                         crossed[classes[place]] += template.share * pairs
                 continue
             groups = _Groups(plan.sample, template)
             groups.check_roles()
             trees += groups.images()
+            passed: set[Leaf] = set()
             for stage in template.stages:
                 reached = _check_stage(plan, groups, stage)
                 for edge in stage.edges:
                     times = shares[number] * groups.sizes[reached[edge.child]]
                     # Templates have most edges in common.
                     if (stage.op, edge) not in links:
-                        _check_leaves(plan, edge, _servers_of(plan, [edge]))
+                        beyond[edge] = _third_leaves(plan, edge, _servers_of(plan, [edge]))
+                        _check_third_leaves(plan, edge, beyond[edge])
                         links[stage.op, edge] = edge_links(edge, stage.op, plan.fabric)
+                    passed |= beyond[edge]
                     for place in links[stage.op, edge]:
                         crossings[classes[place]] += times
+            if passed:
+                groups.check_turns({leaf_class for leaf_class, _ in passed})
         except PlanError as error:
             raise error.under(f"template {number}") from None
     capacity = dict(zip(classes, plan.fabric.capacity, strict=True))
@@ -235,9 +242,13 @@ def _check_blocks(plan: PlanByKind) -> None:
 
 
 def _path_images(plan: PlanByKind, path: KindPath) -> int:
-    """Return the number of images of a path: ways to choose its pods, its leaves in each, and its servers in each."""
-    sample = plan.sample
-    servers = _servers_of(plan, path.stages[0].edges)
+    """Return the number of images of a path: ways to choose its pods, its leaves in each, and its servers in each.
+
+    Groups of a dragonfly that it passes without a server are leaves too.
+    """
+    sample, edges = plan.sample, path.stages[0].edges
+    servers = _servers_of(plan, edges)
+    beyond = {leaf for edge in edges for leaf in _third_leaves(plan, edge, servers)}
     cells, places = sample.cluster.cells, sample.places
     pods_of = {cell.pod_class: cell.pods for cell in cells}
     leaves_in_pod = {cell.leaf_class: cell.leaves // cell.pods for cell in cells}
@@ -245,6 +256,7 @@ def _path_images(plan: PlanByKind, path: KindPath) -> int:
     for pod_class, used in Counter(one for one, _ in {sample.pod_of(one) for one in servers}).items():
         ways *= perm(pods_of[pod_class], used)
     leaves = {(sample.pod_of(one), sample.leaf_of(one)) for one in servers}
+    leaves |= {((0, 0), leaf) for leaf in beyond}
     for (_, leaf_class), used in Counter((pod, leaf_class) for pod, (leaf_class, _) in leaves).items():
         ways *= perm(leaves_in_pod[leaf_class], used)
     for (cell, _), used in Counter(places[one][:2] for one in servers).items():
@@ -258,19 +270,39 @@ def _servers_of(plan: PlanByKind, edges: Sequence[Edge]) -> set[int]:
     return {plan.sample.server_of(device) for device in devices if "." in device}
 
 
-def _check_leaves(plan: PlanByKind, edge: Edge, servers: Iterable[int]) -> None:
-    """Check that a route passes only leaves and pods of some servers, as images have others with these servers."""
+def _third_leaves(plan: PlanByKind, edge: Edge, servers: Iterable[int]) -> set[Leaf]:
+    """Return the groups of a dragonfly on a route in which none of some servers is.
+
+    Other leaves, and pods, must be those of the servers, as images have others with these servers.
+    """
     sample = plan.sample
     own: set[str] = set()
     for one in servers:
-        own.add(f"leaf{sample.cluster.leaf_number(*sample.leaf_of(one))}")
+        own.add(f"{sample.cluster.network.leaf}{sample.cluster.leaf_number(*sample.leaf_of(one))}")
         own.add(f"pod{sample.cluster.pod_number(*sample.pod_of(one))}")
+    if sample.cluster.network.kind == "dragonfly":
+        return {
+            sample.groups[device] for device in edge.route if device in sample.groups and device not in own
+        }
     for device in edge.route:
         if device.startswith(("leaf", "pod")) and device not in own:
             raise PlanError(
                 f"the route {'-'.join(edge.route)} passes {device}, on which none of its servers is",
                 rank=edge.child,
             )
+    return set()
+
+
+def _check_third_leaves(plan: PlanByKind, edge: Edge, beyond: set[Leaf]) -> None:
+    """Check that third groups on a route are of different classes, which its ends do not have."""
+    ends = {plan.sample.leaf_of(one)[0] for one in _servers_of(plan, [edge])}
+    classes = [leaf_class for leaf_class, _ in sorted(beyond)]
+    if len(set(classes)) < len(classes) or ends & set(classes):
+        raise PlanError(
+            f"the route {'-'.join(edge.route)} must pass at most one other group of each class, and none of the "
+            "classes of its ends; take the link between the groups",
+            rank=edge.child,
+        )
 
 
 @dataclass(frozen=True)
@@ -388,6 +420,9 @@ class _Groups:
     def check_roles(self) -> None:
         """Raise PlanError unless every server of a cell has each role in equally many images."""
         cells, places, template = self.sample.cluster.cells, self.sample.places, self.template
+        if self.sample.cluster.network.kind == "dragonfly":
+            self.check_turns(set())
+            return
         home, middle = places[template.root], places[template.centre]
         turns = cells[home.cell].count * template.shifts
         own, class_of = cells[middle.cell], cells[home.cell].leaf_class
@@ -420,9 +455,28 @@ class _Groups:
                 passing = cells[places[other].cell]
                 after = cell.leaf_class == class_of and self._pods(other) == f"pod {self.pod[template.root]}"
                 even = even and (after or passing.count % gcd(passing.servers_in_pod, cell.count) == 0)
+        self._check_even(even)
+
+    def check_turns(self, beyond: set[int]) -> None:
+        """Raise PlanError unless the roles, and third groups of some classes, are even in a dragonfly.
+
+        Every group has the centre equally often for each group of the root, and a third group equally often for each of
+        both; every server of a cell has each role equally often.
+        """
+        cells, places, template = self.sample.cluster.cells, self.sample.places, self.template
+        root, centre = self.leaf[template.root], self.leaf[template.centre]
+        home = cells[places[template.root].cell]
+        count_of = {cell.leaf_class: cell.leaves for cell in cells}
+        choices = 1 if centre == root else count_of[centre[0]] - (centre[0] == root[0])
+        rest, left = divmod(template.shifts, choices)
+        even = not left and rest % prod(count_of[one] for one in beyond) == 0
+        roles = [cells[places[one].cell] for one in (template.centre, *template.entries)]
+        self._check_even(even and all(home.count * rest % cell.count == 0 for cell in roles))
+
+    def _check_even(self, even: bool) -> None:
         if not even:
             raise PlanError(
-                f"{template.shifts} shifts do not give every server of a cell each role equally often"
+                f"{self.template.shifts} shifts do not give every server of a cell each role equally often"
             )
 
 

@@ -227,9 +227,9 @@ def cluster_from_object(
 def by_kind_from_object(
     value: Mapping[str, object], load_machine: LoadMachine, load_tree: LoadTree | None = None
 ) -> ClusterByKind | None:
-    """Return the cluster that decoded JSON describes by its kinds; None with a ``tree``, helpers, cables or groups."""
+    """Return the cluster that decoded JSON describes by its kinds; None with a ``tree``, helpers or cables."""
     entries, network, name = _checked_object(value)
-    if {"tree", "helpers", "cables"} & set(network) or network.get("kind") in ("cables", "dragonfly"):
+    if {"tree", "helpers", "cables"} & set(network) or network.get("kind") == "cables":
         return None
     servers = _servers(entries, network, load_machine)
     return cluster_by_kind(servers, name=name, **_network_options(network))

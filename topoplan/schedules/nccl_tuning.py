@@ -23,6 +23,7 @@ from functools import lru_cache
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind
+from topoplan.machine.cluster_network import nic_rate
 from topoplan.machine.fabric import Fabric, usable_fabric
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.machine.hardware import (
@@ -224,12 +225,16 @@ SERVERS_ALIKE = 4
 def setting_by_kind(cluster: ClusterByKind) -> NcclSetting | None:
     """Return the properties of a communicator of all GPUs of a cluster, by a few of its servers.
 
-    None if its servers are of several kinds, or a leaf, pod or rail carries less than its NICs. Errors as `setting_of`.
+    None if its servers are of several kinds, or a leaf, pod or rail, or the link between two groups of a dragonfly,
+    carries less than its NICs. Errors as `setting_of`.
     """
     network = cluster.network
     used = [kind for kind, count in cluster.runs if count]
     kinds = {next(one for one in used if cluster.kinds[one] == cluster.kinds[kind]) for kind in used}
     thin = max(network.oversubscription or 1, network.pod_oversubscription or 1) > 1
+    if network.global_gbps is not None and len(cluster.leaves) > 1:
+        most = max(sum(max(port.out, port.back) for port in cluster.kinds[kind].ports) for kind in kinds)
+        thin = nic_rate(network.global_gbps) < most * cluster.leaf_size
     if len(kinds) > 1 or thin or cluster.uplinks:
         return None
     few = replace(cluster, runs=((kinds.pop(), min(SERVERS_ALIKE, cluster.servers)),)).listed()

@@ -11,11 +11,11 @@ the plan's channels use.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.machine.cluster_by_kind import ClusterByKind
+from topoplan.machine.cluster_by_kind import ClusterByKind, ClusterSample
 from topoplan.machine.variants import SIDES, nic_name
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.survival import MachineFailure, single_failures
@@ -138,8 +138,16 @@ def equivalent_failures(plan: PlanByKind) -> list[tuple[MachineFailure, int]]:
                 joined[there] = here
     counts = [0] * len(first)
     for one, number in enumerate(first):
-        counts[top(one)] += max(sample.count(_class_of(plan, name)) for name in lost[number])
+        counts[top(one)] += _failures(sample, [_class_of(plan, name) for name in sorted(lost[number])])
     return [(failures[number], counts[one]) for one, number in enumerate(first) if counts[one]]
+
+
+def _failures(sample: ClusterSample, devices: Sequence[tuple[object, ...]]) -> int:
+    """Return the number of devices of a class in the cluster, or of links both ways between devices of two classes."""
+    first, last = devices[0], devices[-1]
+    if len(devices) == 1:
+        return sample.count(first)
+    return sample.links_between(first, last) // (2 if first == last else 1)
 
 
 def _class_of(plan: PlanByKind, name: str) -> tuple[object, ...]:

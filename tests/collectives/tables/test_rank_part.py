@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 import topoplan
 from collectives.tables.lowering import lower
 from collectives.tables.rank_part import rank_part
-from tests.support.kind_clusters import plan_of_three_levels, random_plan
+from tests.support.kind_clusters import plan_of_groups, plan_of_three_levels, random_plan
 from topoplan import PlanByKind, Server, UsageError, cluster_by_kind, plan_by_kind
 
 
@@ -41,9 +43,12 @@ def test_parts_of_random_clusters_are_rows_of_the_listed_form(seed: int) -> None
     agree(seed, most=30)
 
 
+@pytest.mark.parametrize("make", [plan_of_three_levels, plan_of_groups])
 @pytest.mark.parametrize("seed", range(12))
-def test_parts_with_entries_of_pods_are_rows_of_the_listed_form(seed: int) -> None:
-    plan = plan_of_three_levels(seed, most=40)
+def test_parts_with_entries_of_pods_or_groups_are_rows_of_the_listed_form(
+    seed: int, make: Callable[..., PlanByKind | None]
+) -> None:
+    plan = make(seed, most=40)
     if plan is not None and plan.num_trees * plan.size < 20_000:
         assert same_rows(plan, range(plan.size), 80 * plan.size**2, 48 * plan.size)
 

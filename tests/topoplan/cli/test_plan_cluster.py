@@ -122,6 +122,30 @@ def test_large_clusters_are_compared_and_simulated_by_kind(run: Run, tmp_path: P
     assert times[0].splitlines()[0].endswith("the plan is never slower than NCCL's best, 1.23x at 1GB")
 
 
+def test_dragonflies_are_planned_compared_and_simulated_by_kind(
+    run: Run, done: Done, told: Told, tmp_path: Path
+) -> None:
+    asked = "dgx-h100 --servers 1250 --nic-bandwidth 400Gb/s --nic-access direct --network dragonfly --group-size 16"
+    thin, wide = (f"{asked} --global-bandwidth {rate}" for rate in ("40Gb/s", "51200Gb/s"))
+    place = tmp_path / "plan.json"
+    said = done(f"plan {thin} --collective all_gather -o {place}")
+    # 1,248 of 1,250 servers are outside the last of 79 groups; 78 links of 5 GB/s lead there.
+    assert "over NVLink and the network: provably optimal\nalgbw        390.625 GB/s" in said
+    assert done(f"verify {place}").startswith("valid: all_gather on 1250 x dgx-h100, 10,000 GPUs")
+    assert "1GB" in done(f"simulate {place} --sizes 1GB")
+    assert {row["gpu"] for row in told(f"plan {thin} --list s1249 --json")["server"]["gpus"]} == {
+        f"s1249.gpu{gpu}" for gpu in range(8)
+    }
+    assert "not compared: its model needs equal servers" in done(f"compare {thin}")
+    assert "trees do 1.00x NCCL's best (network ring)" in done(f"compare {wide}")
+    status, _, err = run(f"plan {thin} --slow-link group0-group78=1GB/s")
+    assert status == 2
+    assert (
+        "the link group0-group78 must be as fast as those of all other groups, got 1 in place of 5 GB/s"
+        in err
+    )
+
+
 def test_a_cluster_of_two_kinds_is_compared_with_nothing(run: Run, tmp_path: Path) -> None:
     cluster = {
         "format": "topoplan.cluster/1",

@@ -96,7 +96,26 @@ def test_bad_input_is_refused_in_one_line() -> None:
         many.listed()
 
 
-def test_a_file_of_a_dragonfly_is_listed() -> None:
+def test_links_of_a_dragonfly_are_classes_of_ordered_pairs_of_groups() -> None:
+    """Five groups of 2 servers and one of 1: 20 links of equal groups, 5 to the last group and 5 from it."""
+    found = cluster_by_kind(
+        [Server("v100x4", count=11)], nic_gbps=100, network="dragonfly", group_size=2, global_gbps=40
+    )
+    sample = found.sample(3)
+    classes, counts = sample.link_classes(sample.topology.links)
+    between = {
+        (sample.groups[link.src][0], sample.groups[link.dst][0]): counts[number]
+        for link, number in zip(sample.topology.links, classes, strict=True)
+        if link.src in sample.groups and link.dst in sample.groups
+    }
+    assert between == {(0, 0): 20, (0, 1): 5, (1, 0): 5}
+    whole = found.listed()
+    of_groups = [one for one in whole.links if one.src.startswith("group") and one.dst.startswith("group")]
+    assert len(of_groups) == 30
+    assert len(whole.links) == sum(counts)
+
+
+def test_a_file_of_a_dragonfly_is_read_by_kind() -> None:
     network = {"kind": "dragonfly", "nic_gbps": 100, "group_size": 2, "global_gbps": 40}
     text = json.dumps(
         {
@@ -105,8 +124,10 @@ def test_a_file_of_a_dragonfly_is_listed() -> None:
             "network": network,
         }
     )
-    assert load_cluster_by_kind(text) is None
+    found = load_cluster_by_kind(text)
+    assert found is not None
     made = topoplan.cluster(
         [Server("v100x4", count=3)], nic_gbps=100, network="dragonfly", group_size=2, global_gbps=40
     )
+    assert found.listed().links == made.links
     assert topoplan.load(text).links == made.links

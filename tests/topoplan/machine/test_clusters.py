@@ -16,7 +16,7 @@ from tests.support.machine_links import speeds
 from tests.support.refusals import refused
 from tests.support.small_machines import LARGEST, library_cases
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.machine.cluster import cluster, cluster_by_kind, nvswitch_cluster
+from topoplan.machine.cluster import cluster, nvswitch_cluster
 from topoplan.machine.cluster_network import NETWORKS, Server
 from topoplan.machine.fabric import usable_fabric
 from topoplan.machine.host_topology import both_ways
@@ -412,11 +412,6 @@ MISFITS: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         (cluster, box(network="dragonfly", group_size=0, global_gbps=1), "group_size 0"),
         (cluster, box(network="dragonfly", group_size=2, global_gbps=0), "global_gbps 0 must"),
         (cluster, box(global_gbps=2), "global_gbps belongs to the network dragonfly"),
-        (
-            cluster_by_kind,
-            box(network="dragonfly", group_size=2, global_gbps=1),
-            "network must be one that is planned by kind, got dragonfly",
-        ),
         (cluster, box(pod_size=2), "pod_size belongs to the network fat-tree"),
         (
             cluster,

@@ -17,7 +17,7 @@ import pytest
 
 import topoplan
 from tests.conftest import Run
-from tests.support.kind_clusters import random_cluster, random_plan
+from tests.support.kind_clusters import plan_of_groups, random_cluster, random_dragonfly, random_plan
 from topoplan import PlanByKind, Server, UsageError, cluster_by_kind, plan_by_kind
 from topoplan.machine.cluster_by_kind import ClusterSample, ServerPlace
 from topoplan.machine.fabric import Fabric
@@ -98,6 +98,23 @@ def test_times_are_those_of_the_list(seed: int) -> None:
     agree(plan)
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", [1, 2, 4, 10, 12, 24, 64, 80, 86, 91])
+def test_times_of_dragonflies_are_those_of_the_list(seed: int) -> None:
+    plan = plan_of_groups(seed, most=100)
+    assert plan is not None
+    agree(plan)
+    assert route_times(KindClock(plan).schedule, 3) == route_times(pipeline(dataflow(plan.listed())), 3)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", [5, 17, 35, 41, 47])
+def test_times_of_paths_over_third_groups_are_those_of_the_list(seed: int) -> None:
+    cluster = random_dragonfly(seed, most=44)
+    assert cluster is not None
+    agree(plan_by_kind(cluster, "all_to_all"))
+
+
 @pytest.mark.parametrize("seed", [12, 18, 41, 60, 63, 66, 76, 97])
 def test_times_of_all_to_all_are_those_of_the_list(seed: int) -> None:
     cluster = random_cluster(seed, most=36)
@@ -160,6 +177,8 @@ def templates_of(sample: ClusterSample, fabric: Fabric) -> Iterator[KindTemplate
     ("counts", "leaf_size", "pod_size"),
     [
         ((7, 8), 3, None),
+        ((6, 5), 2, 0),
+        pytest.param((8, 4, 3), 2, 0, marks=pytest.mark.thorough),
         ((6, 5, 3), 4, None),
         ((18,), 2, 3),
         ((8,), 1, 2),
@@ -170,9 +189,13 @@ def templates_of(sample: ClusterSample, fabric: Fabric) -> Iterator[KindTemplate
 def test_images_of_two_roles_are_those_of_the_rule(
     counts: tuple[int, ...], leaf_size: int, pod_size: int | None
 ) -> None:
+    """Pods of 0 leaves mean a dragonfly, whose groups are the leaves."""
     machines = ("v100x4", "nvlink-x4", "dgx-1v")
     servers = [Server(machine, [0], count=count) for machine, count in zip(machines, counts, strict=False)]
-    many = cluster_by_kind(servers, nic_gbps=100, network="fat-tree", leaf_size=leaf_size, pod_size=pod_size)
+    network: dict[str, Any] = {"network": "fat-tree", "leaf_size": leaf_size, "pod_size": pod_size}
+    if pod_size == 0:
+        network = {"network": "dragonfly", "group_size": leaf_size, "global_gbps": 100}
+    many = cluster_by_kind(servers, nic_gbps=100, **network)
     sample = many.sample(SAMPLE)
     fabric = Fabric(sample.topology, ("nvlink", "network"))
     places = [many.place(server) for server in range(many.servers)]

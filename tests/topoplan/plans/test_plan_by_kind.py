@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -13,19 +15,19 @@ import pytest
 import topoplan
 from tests.support.kind_clusters import (
     changed_file,
+    plan_of_groups,
     plan_of_three_levels,
     random_plan,
 )
 from topoplan import InfeasibleError, PlanByKind, PlanError, Server, UsageError, cluster_by_kind, plan_by_kind
 from topoplan.machine.variants import with_in_network
-from topoplan.plans.kind_templates import KindTemplate, beside_root, centre_of
+from topoplan.plans.kind_templates import KindTemplate, beside_root, centre_of, third_groups
 from topoplan.plans.shards import Edge, ImageShards, Shard
 from topoplan.plans.verify_by_kind import verify_by_kind
 from topoplan.solve.route_table import FabricOrbits, RouteTable
 
 
-def agree(seed: int, *, most: int) -> None:
-    plan = random_plan(seed, most=most)
+def agree(plan: PlanByKind | None) -> None:
     if plan is None:
         return
     report, listed = verify_by_kind(plan), topoplan.verify(plan.listed())
@@ -35,6 +37,7 @@ def agree(seed: int, *, most: int) -> None:
         listed.trees,
         listed.height,
     )
+    assert report.loads == pytest.approx({ends: listed.loads[ends] for ends in report.loads})
     assert listed.exact_bound is not None
     assert report.exact_bound is not None
     assert listed.exact_bound <= report.exact_bound
@@ -46,19 +49,19 @@ def agree(seed: int, *, most: int) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(20))
 def test_the_listed_form_agrees(seed: int) -> None:
-    agree(seed, most=36)
+    agree(random_plan(seed, most=36))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(20, 290))
 def test_the_listed_form_of_up_to_256_gpus_agrees(seed: int) -> None:
-    agree(seed, most=256 if seed < 40 else 128)
+    agree(random_plan(seed, most=256 if seed < 40 else 128))
 
 
-def refuse_wrong_files(seeds: range, changes: int) -> None:
+def refuse_wrong_files(seeds: range, changes: int, *makers: Callable[..., PlanByKind | None]) -> None:
     """Change files at random; whatever is accepted must be right by its list."""
     rng = random.Random(7)
-    drawn = (make(seed, most=40) for seed in seeds for make in (random_plan, plan_of_three_levels))
+    drawn = (make(seed, most=40) for seed in seeds for make in makers or (random_plan, plan_of_three_levels))
     plans = [plan for plan in drawn if plan is not None]
     refused = 0
     for _ in range(changes):
@@ -73,6 +76,7 @@ def refuse_wrong_files(seeds: range, changes: int) -> None:
             continue
         listed = topoplan.verify(read.listed())
         assert listed.exact_rate == report.exact_rate
+        assert report.loads == pytest.approx({ends: listed.loads[ends] for ends in report.loads})
         assert listed.exact_bound is not None
         assert report.exact_bound is not None
         assert listed.exact_bound <= report.exact_bound
@@ -82,6 +86,11 @@ def refuse_wrong_files(seeds: range, changes: int) -> None:
 @pytest.mark.thorough
 def test_wrong_files_are_refused() -> None:
     refuse_wrong_files(range(12), 60)
+
+
+@pytest.mark.thorough
+def test_wrong_files_of_dragonflies_are_refused() -> None:
+    refuse_wrong_files(range(60), 400, plan_of_groups)
 
 
 @pytest.mark.thorough
@@ -215,6 +224,99 @@ def test_the_listed_form_of_larger_trees_of_three_levels_agrees(seed: int) -> No
     agree_with_pods(seed, most=100)
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(20))
+def test_the_listed_form_of_dragonflies_agrees(seed: int) -> None:
+    agree(plan_of_groups(seed, most=36))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(20, 140))
+def test_the_listed_form_of_larger_dragonflies_agrees(seed: int) -> None:
+    agree(plan_of_groups(seed, most=128))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(10))
+def test_dragonflies_are_planned_as_well_as_their_lists(seed: int) -> None:
+    plan = plan_of_groups(seed, most=40)
+    if plan is not None:
+        listed = topoplan.plan(plan.cluster.listed(), plan.collective, root=plan.root)
+        assert plan.bound >= listed.rate * (1 - 1e-9)
+        assert plan.rate == pytest.approx(listed.rate)
+
+
+@pytest.mark.parametrize(("count", "size", "speed", "collective", "rate"), [
+    # Data of 4 groups enters each of 5 over 4 links, and all of it by one server's NICs of 8 x 50 GB/s but its own.
+    (80, 16, 800, "all_gather", Fraction(400 * 80, 79)),
+    (80, 16, 80, "all_gather", Fraction(10 * 5)),
+    (80, 16, 80, "all_reduce", Fraction(10 * 5, 2)),
+    # All data leaves the group of the root by its 4 links.
+    (80, 16, 80, "broadcast", Fraction(10 * 4)),
+    # The last of 79 groups has 2 servers: 1,248/1,250 of the data enter it by 78 links, and 1,234/1,250 the others.
+    (1250, 16, 4, "all_gather", Fraction(39 * 1250, 1248)),
+    (12_500, 16, 800, "all_reduce", Fraction(400 * 12_500, 2 * 12_499)),
+])  # fmt: skip
+def test_known_optima_of_dragonflies(
+    count: int, size: int, speed: float, collective: str, rate: Fraction
+) -> None:
+    network: dict[str, Any] = {"network": "dragonfly", "group_size": size, "global_gbps": speed}
+    many = cluster_by_kind([Server("dgx-h100", count=count)], nic_gbps=400, nic_access="direct", **network)
+    plan = plan_by_kind(many, collective)
+    report = verify_by_kind(plan)
+    assert (report.exact_rate, report.exact_bound) == (rate, rate)
+    assert len(plan.to_json()) < 1_000_000
+
+
+def test_routes_that_pass_third_groups_unevenly_are_refused() -> None:
+    # Slow servers of two GPUs in groups of their own, over which data of the others passes.
+    servers = [Server("v100x4", [0], count=3), Server("v100x4", [0, 1], nic_gbps=25, count=3)]
+    network: dict[str, Any] = {"network": "dragonfly", "group_size": 1, "global_gbps": 10}
+    plan = plan_by_kind(cluster_by_kind(servers, nic_gbps=100, **network), "all_reduce")
+    assert plan.gap == 0
+    agree(plan)
+    groups = plan.sample.groups
+    number, edge = next(
+        (number, edge)
+        for number, template in enumerate(plan.templates)
+        for edge in template.stages[0].edges
+        if third_groups(plan.sample, edge.route)
+    )
+    template = plan.templates[number]
+    assert template.shifts == 3
+
+    def changed(**fields: Any) -> PlanByKind:
+        every = [*plan.templates]
+        every[number] = replace(template, **fields)
+        return replace(plan, templates=tuple(every))
+
+    with pytest.raises(PlanError, match="shifts do not give every server of a cell each role equally often"):
+        verify_by_kind(changed(shifts=1))
+    (third,) = third_groups(plan.sample, edge.route)
+    ends = {groups[device] for device in edge.route if device in groups and device != third}
+    other = next(
+        switch for switch, leaf in groups.items() if leaf not in ends and leaf[0] in {one for one, _ in ends}
+    )
+    route = tuple(other if device == third else device for device in edge.route)
+    edges = tuple(replace(one, route=route) if one == edge else one for one in template.stages[0].edges)
+    with pytest.raises(PlanError, match="must pass at most one other group of each class"):
+        verify_by_kind(changed(stages=(replace(template.stages[0], edges=edges), *template.stages[1:])))
+
+
+def test_a_centre_in_each_other_group_equally_often_for_each_group_of_the_root() -> None:
+    network: dict[str, Any] = {"network": "dragonfly", "group_size": 2, "global_gbps": 40}
+    sample = cluster_by_kind([Server("v100x4", count=10)], nic_gbps=100, **network).sample(3)
+    centre = next(one for one in range(len(sample.places)) if sample.leaf_of(one) != sample.leaf_of(0))
+    template = KindTemplate(Fraction(1), 0, centre, (), 4, ())
+    pairs: Counter[tuple[int, int]] = Counter()
+    for number in range(40):
+        leaf, position = divmod(number // 4, 2)
+        group, at = centre_of(sample, template, leaf, position, number)
+        assert at == position
+        pairs[leaf, group] += 1
+    assert pairs == {(one, other): 2 for one in range(5) for other in range(5) if one != other}
+
+
 def test_wrong_entries_of_pods_are_refused() -> None:
     plan = plan_by_kind(pods_as_bottleneck(), "all_gather")
     template = plan.templates[0]
@@ -304,7 +406,7 @@ def test_a_centre_in_another_pod_is_each_server_once_and_never_in_the_pod_of_the
 
 
 def test_centres_out_of_reach_are_left_out() -> None:
-    agree(418, most=100)
+    agree(random_plan(418, most=100))
 
 
 @pytest.mark.thorough

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.refusals import refused
 from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
-from topoplan.plans.survival import SurvivalPlans, surviving_ranks
-from topoplan.solve.survival_by_kind import plan_survival_by_kind
+from topoplan.plans.survival import SurvivalPlans, single_failures, surviving_ranks
+from topoplan.solve.survival_by_kind import equivalent_failures, plan_survival_by_kind
 
 
 @cache
@@ -205,6 +206,18 @@ def test_what_is_not_one_plan_of_elements_is_not_replanned() -> None:
         topoplan.replan(book_of("v100x4"), without_gpus=[0])  # type: ignore[arg-type]
     with refused(UsageError, "is not replanned; plan the degraded machine anew"):
         topoplan.replan(topoplan.sparse_plan("v100x4", density=0.01), without_gpus=[0])
+
+
+def test_links_of_equal_groups_are_counted_once_for_both_ways() -> None:
+    cluster = topoplan.cluster_by_kind(
+        [topoplan.Server("v100x4", count=9)], nic_gbps=100, network="dragonfly", group_size=2, global_gbps=20
+    )
+    plan = topoplan.plan_by_kind(cluster, "allgather")
+    listed = single_failures(Fabric(cluster.listed(), plan.channels))
+    found: Counter[str] = Counter()
+    for failure, count in equivalent_failures(plan):
+        found[failure.kind] += count
+    assert found == Counter(one.kind for one in listed)
 
 
 @pytest.mark.thorough

@@ -20,7 +20,7 @@ from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.fabric import Arc
 from topoplan.plans.build import stage_order
-from topoplan.plans.kind_templates import ClassCrossings, KindTemplate
+from topoplan.plans.kind_templates import ClassCrossings, KindTemplate, shifts_with_groups
 from topoplan.plans.minimum_trees import UNREACHABLE
 from topoplan.plans.plan import ALL_TO_ALL, check_collective, root_rank
 from topoplan.plans.plan_by_kind import PlanByKind
@@ -156,6 +156,7 @@ class KindPacking(KindProgram[_TemplateColumn]):
             star.template(self.sample),
             stages=tuple(Stage(stage.op, stage.root, stage.top_down()) for stage in stages),
         )
+        template = replace(template, shifts=shifts_with_groups(self.sample, template))
         usage = self.crossings.of(template)
         return _TemplateColumn(rank, tuple(usage.get(row, 0) for row in range(len(self.counts))), template)
 

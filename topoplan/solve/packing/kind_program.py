@@ -10,12 +10,12 @@ cheapest one is found, is said by `topoplan.solve.packing.kind_composition` for 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
 from math import gcd, lcm
 from operator import mul
 from typing import Generic, NamedTuple, TypeVar
@@ -45,6 +45,9 @@ LOW = (1, 2)
 
 FEW_SETS = 3
 """Cells whose servers, or leaves, alone may prove a bound."""
+
+FEW_CLASSES = 4
+"""Classes of groups of a dragonfly up to which all choices of their sets are tried: 81, one by one."""
 
 FEW_ROWS = 64
 """Rows of a program that is solved at once."""
@@ -324,7 +327,8 @@ class KindProgram(ABC, Generic[Column]):
         """Yield lengths of 1 for the links that data crosses into sets, or out of them.
 
         The sets are GPUs, servers, leaves, pods and combinations of these; and the servers, or leaves, of one cell
-        alone, for the few cells with the least bandwidth of one server or leaf.
+        alone, for the few cells with the least bandwidth of one server or leaf. In a dragonfly of a few classes of
+        groups they are also the servers, the groups or both of each class.
         """
         cell_of = {
             f"s{n}": place.cell for n, place in zip(self.sample.numbers, self.sample.places, strict=True)
@@ -342,7 +346,7 @@ class KindProgram(ABC, Generic[Column]):
                     of_gpus.add(row)
                 elif server[near] and not server[far]:
                     of_servers.setdefault(cell_of[server[near]], set()).add(row)
-                elif near.startswith("leaf") and not server[far]:
+                elif near.startswith(("leaf", "group")) and not server[far]:
                     of_leaves.setdefault(near, set()).add(row)
                 elif near.startswith("pod") and far == CORE:
                     of_pods.add(row)
@@ -354,9 +358,26 @@ class KindProgram(ABC, Generic[Column]):
             for parts in (of_servers.values(), of_leaves.values()):
                 if len(parts) > 1:
                     chosen += sorted(parts, key=self._capacity)[:FEW_SETS]
+            if self.sample.groups:
+                chosen += self._group_choices(of_servers, of_leaves)
             for rows in dict.fromkeys(map(frozenset, chosen)):
                 if rows:
                     yield [int(row in rows) for row in range(len(self.counts))]
+
+    def _group_choices(
+        self, of_servers: Mapping[int, set[int]], of_leaves: Mapping[str, set[int]]
+    ) -> Iterator[set[int]]:
+        """Yield rows of links into the servers, the groups or both of each class of groups, if these are a few."""
+        cells = self.sample.cluster.cells
+        classes: dict[int, tuple[set[int], set[int]]] = {}
+        for switch, (leaf_class, _) in self.sample.groups.items():
+            # One group has no links to others.
+            classes.setdefault(leaf_class, (set(), set()))[1].update(of_leaves.get(switch, ()))
+        for cell, rows in sorted(of_servers.items()):
+            classes[cells[cell].leaf_class][0].update(rows)
+        if 1 < len(classes) <= FEW_CLASSES:
+            for each in product(*((near, far, near | far) for near, far in classes.values())):
+                yield set().union(*each)
 
     def _capacity(self, rows: set[int]) -> Fraction:
         """Return the bandwidth of rows of the program, each by the link of one server or leaf."""
