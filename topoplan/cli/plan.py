@@ -413,6 +413,12 @@ def _late_facts(held: LatePlan) -> list[tuple[str, str]]:
             "waiting",
             f"{format_seconds(held.waiting)} if all ranks wait, {held.waiting / held.seconds:.2f} times as long",
         ),
+        (
+            "back ends",
+            ""
+            if kept
+            else "shared and tcp move nothing before the last rank comes: use the usual plan there",
+        ),
     ]
 
 

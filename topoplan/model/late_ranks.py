@@ -15,6 +15,9 @@ latest rank broadcasts, nor the largest flow from the others into it: the buffer
 must reach every other rank after d, and something for each element must enter it after d. On p equal ports of a switch
 both are one buffer at full rate, which t reaches for large d; a plan for ranks that come together needs 2 (p - 1) / p.
 
+The times are those of engines whose ranks start without the others. The shared and tcp back ends meet before each
+collective, so there no byte moves before the last rank comes.
+
 Absent: a gain for reduce, reduce_scatter and broadcast, whose bounds of this kind are the times of their usual plans.
 """
 
