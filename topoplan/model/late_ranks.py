@@ -54,6 +54,9 @@ LATE = "late ranks"
 DELAY_PARTS = 64
 """Parts of the time of the usual plan to which the delay is rounded for the program of shares."""
 
+LONGEST_DELAY = 64
+"""Times of the usual plan above which a longer delay changes no share."""
+
 MOST_TRANSFERS = 100_000
 """Transfers of chunks up to which a plan is simulated with the chunks that the closed form finds best."""
 
@@ -227,8 +230,11 @@ def _bound_after(fabric: Fabric, rank: int) -> Fraction:
 
 
 def _rounded_delay(usual: Plan, delay: float) -> Fraction:
-    """Return seconds per byte as seconds per GB, rounded down to a 64th of the time of the usual plan."""
-    parts = math.floor(delay * 1e9 * usual.rate * DELAY_PARTS)
+    """Return seconds per byte as seconds per GB, rounded down to a 64th of the time of the usual plan.
+
+    It is at most `LONGEST_DELAY`: the others have added up by then, and the program keeps small numbers.
+    """
+    parts = math.floor(min(delay * 1e9 * usual.rate, LONGEST_DELAY) * DELAY_PARTS)
     return Fraction(parts, DELAY_PARTS) / exact(usual.rate)
 
 

@@ -95,6 +95,13 @@ def test_two_late_ranks_wait_for_the_later_one() -> None:
     assert held.seconds < 1.03 * held.bound
 
 
+@pytest.mark.parametrize(("seconds", "nbytes"), [(1e6, 8), (1e-12, 1), (30.0, "1KB")])
+def test_delays_of_any_length_have_a_plan(seconds: float, nbytes: int | str) -> None:
+    held = plan_late("dgx-h100", {3: seconds}, nbytes=nbytes)
+    assert topoplan.verify(held.plan).exact_rate > 0
+    assert held.bound <= held.seconds <= held.usual
+
+
 def test_a_plan_for_late_ranks_adds_up_the_buffers_of_all_ranks() -> None:
     plan = late_by_one_collective("dgx-1v", 6).plan
     rng = np.random.default_rng(3)
