@@ -10,15 +10,16 @@ joins at every root. Their shares x are those of the least time t after its arri
                               sum of x(T) load(T, e) <= c(e) (d + t)   for every link e,   sum of x(T) = 1,
 
 where load counts all bytes on a link for each byte of the buffer, after those of broadcasts and of the reduce edges at
-the latest rank, and d is its delay. No plan exceeds the rate at which the
-latest rank broadcasts, nor the largest flow from the others into it: the buffer of a rank that comes d seconds late
-must reach every other rank after d, and something for each element must enter it after d. On p equal ports of a switch
-both are one buffer at full rate, which t reaches for large d; a plan for ranks that come together needs 2 (p - 1) / p.
+the latest rank, and d is its delay. No plan exceeds the rate at which a late rank broadcasts, nor the largest flow from
+the others into it: its buffer must reach every other rank after d, and something for each element must enter it after
+d. On p equal ports of a switch both are one buffer at full rate, which t reaches for large d; a plan for ranks that
+come together needs 2 (p - 1) / p.
 
 The times are those of engines whose ranks start without the others. The shared and tcp back ends meet before each
 collective, so there no byte moves before the last rank comes.
 
-Absent: a gain for reduce, reduce_scatter and broadcast, whose bounds of this kind are the times of their usual plans.
+Absent: reduce, reduce_scatter and broadcast, which gain nothing on a switch: the bound of this kind is there the time
+of the usual plan.
 """
 
 from __future__ import annotations
