@@ -57,6 +57,7 @@ TAKERS: dict[str, Asked] = {
     "apply_nvlink_status": topoplan.apply_nvlink_status,
     "plan": topoplan.plan,
     "plan_by_size": lambda machine: topoplan.plan_by_size(machine, sizes=[1 << 20]),
+    "plan_late": lambda machine: topoplan.plan_late(machine, {1: 0.001}, nbytes="64MB"),
     "plan_from_trees": lambda machine: topoplan.plan_from_trees(machine, "allreduce", [[0, 1, 2, 3]]),
     "plan_from_rings": lambda machine: topoplan.plan_from_rings(machine, "allreduce", [[0, 1, 2, 3]]),
     "plan_mesh": lambda machine: topoplan.plan_mesh(machine, {"dp": 2, "tp": 2}),

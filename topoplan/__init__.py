@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         without_links,
     )
     from topoplan.model.asynchronous_training import neighbour_probabilities
+    from topoplan.model.late_ranks import LatePlan, plan_late
     from topoplan.model.schedule_selection import plan_by_size
     from topoplan.plans.mesh_plans import MeshPlans, load_mesh
     from topoplan.plans.plan import Plan, Tree
@@ -80,6 +81,7 @@ _HOME = {
     "ClusterByKind": "topoplan.machine.cluster_by_kind",
     "Device": "topoplan.machine.topology",
     "InfeasibleError": "topoplan.errors",
+    "LatePlan": "topoplan.model.late_ranks",
     "Link": "topoplan.machine.topology",
     "MeshPlans": "topoplan.plans.mesh_plans",
     "Plan": "topoplan.plans.plan",
@@ -123,6 +125,7 @@ _HOME = {
     "plan_by_size": "topoplan.model.schedule_selection",
     "plan_from_rings": "topoplan.schedules.user_trees",
     "plan_from_trees": "topoplan.schedules.user_trees",
+    "plan_late": "topoplan.model.late_ranks",
     "plan_mesh": "topoplan.solve.mesh_planner",
     "plan_survival": "topoplan.solve.failure_planner",
     "probe": "topoplan.reading.probe",
@@ -159,6 +162,7 @@ __all__ = [
     "ClusterByKind",
     "Device",
     "InfeasibleError",
+    "LatePlan",
     "Link",
     "MeshPlans",
     "Plan",
@@ -202,6 +206,7 @@ __all__ = [
     "plan_by_size",
     "plan_from_rings",
     "plan_from_trees",
+    "plan_late",
     "plan_mesh",
     "plan_survival",
     "probe",

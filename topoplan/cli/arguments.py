@@ -391,7 +391,7 @@ def add_channels(parser: OneLineParser, *, default: str | None = "auto", with_si
             parser.topic("channels"),
             """
             --size S  size of the buffer, such as 64MB: with nvlink+pcie, its division; with all and all-staged, whether
-                      NVLink alone is faster (default: the limit of large buffers)
+                      NVLink alone is faster (default: the limit of large buffers); with --late, its time
             """,
             size=size,
         )

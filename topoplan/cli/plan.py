@@ -61,10 +61,12 @@ from topoplan.solve.planner import METHODS, ORDERS, TOLERANCE
 from topoplan.solve.planner import plan as make_plan
 from topoplan.solve.upper_bound import compute_bound, in_network_bound
 from topoplan.units import TOLERANCE as LEAST_GAIN
-from topoplan.units import bus_factor, counted, exact, format_seconds, labelled
+from topoplan.units import bus_factor, counted, exact, format_seconds, format_size, labelled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from topoplan.model.late_ranks import LatePlan
 
 MODES = {
     "bound_only": "collective root",
@@ -72,6 +74,7 @@ MODES = {
     "mesh": "collective output",
     "survive": "collective root order output csv",
     "density": "output plot csv",
+    "late": "size explain output plot csv",
     "schedule": "collective root explain output plot csv",
     "schedule_file": "collective root explain output plot csv",
 }
@@ -81,7 +84,9 @@ NOT_GIVEN = {
     **dict.fromkeys(
         ("root", "order", "height", "epsilon", "threshold", "time_limit", "tolerance", "size", "relays")
     ),
-    **dict.fromkeys(("demand", "output", "plot", "sizes", "mesh", "survive", "density", "schedule_file")),
+    **dict.fromkeys(
+        ("demand", "output", "plot", "sizes", "mesh", "survive", "density", "schedule_file", "late")
+    ),
     **dict.fromkeys(("explain", "csv", "bound_only"), False),
     **{"collective": "allreduce", "method": "exact", "schedule": TREES},
 }
@@ -101,6 +106,16 @@ IDLE = "idle"
 
 def _relay_list(text: str) -> tuple[int, ...] | str:
     return IDLE if text == IDLE else arguments.gpu_list(text)
+
+
+def _late_rank(text: str) -> tuple[int, float]:
+    rank, _, seconds = text.partition("=")
+    try:
+        return int(rank), float(seconds)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a rank with its seconds, such as 3=0.02, got {text[:60]!r}"
+        ) from None
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -139,6 +154,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
                                 to the rate of the packing (default: 0.05)
         --demand F.json         with all_to_all, bytes from each rank (row) to each rank (column): the least time for
                                 them; {{"bytes": [[...], ...]}}
+        --late RANK=SECONDS     all_reduce in which a rank comes late, such as 3=0.02, with --size: the others add up
+                                first; may be repeated
         --density D             sparse all_reduce: fraction of the elements to exchange, the largest ones; between
                                 servers, or on all trees
         --entry-bits B          with --density, bits of an entry (index and value), where an element has 32 (default:
@@ -151,6 +168,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         threshold=arguments.fraction,
         time_limit=arguments.seconds,
         tolerance=arguments.fraction,
+        late={"action": "append", "type": _late_rank},
         density=float,
         entry_bits=float,
     )
@@ -263,8 +281,13 @@ def _run_plan(options: argparse.Namespace) -> Answer:
         return answer
     machine = read_machine(options, topology)
     warnings = machine.warnings(machine.allocation(options.gpus))
+    held: LatePlan | None = None
     with progress_line("planning") as progress:
-        made = _plan(options, machine, progress)
+        if options.late is None:
+            made = _plan(options, machine, progress)
+        else:
+            held = _late_plan(options, machine, progress)
+            made = held.plan
     explained = plan_explanations(made) if options.explain else {}
 
     def text() -> Iterator[str]:
@@ -274,12 +297,14 @@ def _run_plan(options: argparse.Namespace) -> Answer:
             tuple(explained.values()),
             every=options.all,
             beside=len(warnings) + len([*note_lines(*plan_notes(made), every=options.notes)]),
+            late=[] if held is None else _late_facts(held),
         )
         yield from note_lines(*warnings)
 
     def value() -> dict[str, object]:
         texts = {name: one.to_object() for name, one in explained.items()}
-        return {**plan_object(made), "notes": [*warnings, *plan_notes(made)], **texts}
+        late = {} if held is None else {"late": held.to_object()}
+        return {**plan_object(made), **late, "notes": [*warnings, *plan_notes(made)], **texts}
 
     def figure() -> Figure:
         from topoplan.operate.plot.trees import draw_trees
@@ -345,6 +370,56 @@ def _plan(
         tolerance=TOLERANCE if options.tolerance is None else options.tolerance,
         progress=progress,
     )
+
+
+def _late_plan(
+    options: argparse.Namespace, machine: RequestedMachine, progress: Callable[[str], None] | None
+) -> LatePlan:
+    """Return the requested plan for late ranks."""
+    from topoplan.model.late_ranks import plan_late
+
+    if options.size is None:
+        raise UsageError("--late needs the size of the buffer; add --size, such as --size 64MB")
+    seconds: dict[int, float] = {}
+    for rank, late in options.late:
+        if rank in seconds:
+            raise UsageError(
+                f"--late must name a rank once, got {rank}={seconds[rank]:g} and {rank}={late:g}; keep one of them"
+            )
+        seconds[rank] = late
+    return plan_late(
+        machine.whole,
+        seconds,
+        nbytes=options.size,
+        gpus=machine.allocation(options.gpus),
+        channels=options.channels,
+        progress=progress,
+    )
+
+
+def _late_facts(held: LatePlan) -> list[tuple[str, str]]:
+    """Return labels and values of a plan for late ranks."""
+    late = ", ".join(f"rank {rank} by {format_seconds(seconds)}" for rank, seconds in held.late)
+    kept = "" if held.seconds < held.usual else "; no plan for late ranks is faster than the usual one"
+    return [
+        ("late", f"{late}, with {format_size(held.nbytes)}{kept}"),
+        (
+            "time",
+            f"{format_seconds(held.seconds)} from the first call, {format_seconds(held.seconds - held.arrival)} after "
+            f"the last; at least {format_seconds(held.bound)} and "
+            f"{format_seconds(held.nbytes / held.bound_after * 1e-9)} without start-ups",
+        ),
+        (
+            "waiting",
+            f"{format_seconds(held.waiting)} if all ranks wait, {held.waiting / held.seconds:.2f} times as long",
+        ),
+        (
+            "back ends",
+            ""
+            if kept
+            else "shared and tcp move nothing before the last rank comes: use the usual plan there",
+        ),
+    ]
 
 
 def _run_bound(options: argparse.Namespace) -> Answer:
@@ -431,8 +506,9 @@ def plan_lines(
     *,
     every: bool = False,
     beside: int = 0,
+    late: Sequence[tuple[str, str]] = (),
 ) -> Iterator[str]:
-    """Yield the plan for a person: the verdict, the rate against its bound, the trees.
+    """Yield the plan for a person: the verdict, the rate against its bound, the facts of late ranks, the trees.
 
     ``order`` is None if ``--order`` was not given. ``every`` prints all trees; else there are at most `DEFAULT_LINES`
     lines, with ``beside`` lines that the caller prints.
@@ -445,7 +521,7 @@ def plan_lines(
     where = f"{collective_words(plan)} on {machine_words(plan)}, over {channel_words(plan.channels, plan.topology)}"
     head = [
         f"{where}: {rate_verdict(plan.gap, without)}",
-        *labelled(*_plan_facts(plan, order, beyond, by_phase, every=every)),
+        *labelled(*_plan_facts(plan, order, beyond, by_phase, every=every), *late),
     ]
     after = [] if plan.planning_seconds is None else [f"planned in {format_seconds(plan.planning_seconds)}"]
     yield from head

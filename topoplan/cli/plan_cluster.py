@@ -50,7 +50,7 @@ MOST_LISTED_INSTEAD = 1024
 
 _LISTED_ONLY = (
     *("gpus", "in_network", "explain", "plot", "height", "epsilon", "threshold", "time_limit", "tolerance"),
-    *("order", "demand", "size", "density", "schedule_file", "engine", "mesh", "flow_gbps"),
+    *("order", "demand", "size", "density", "schedule_file", "engine", "mesh", "flow_gbps", "late"),
 )
 """Options of listed plans, if they are given."""
 

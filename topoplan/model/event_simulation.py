@@ -7,7 +7,7 @@ a copy engine or thread block is, and one of the wires of its route from startin
 others move meanwhile. Along a route of several links a chunk cuts through: it is on all of them at once if they are
 free, and waits in front of a busy one. Ties go to the receiver that is next after the sender, so that senders behind
 one switch do not all begin with the same receiver; then by shard, stage and edge. Hops of a channel that starts after
-the launch wait for its start.
+the launch wait for its start, and hops of a rank that comes late for the rank.
 
 A chunk in front of a link in the middle of a route waits in a switch; the largest such queue of every port is reported
 in whole chunks. With ``headroom`` every flow is *paced* instead: its connection sends at that part of its share of the
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from topoplan.errors import UsageError
@@ -86,13 +86,19 @@ class SimulatedRun:
 
 
 def run_events(
-    plan: Plan, *, nbytes: int, chunk_bytes: int | None = None, headroom: float | None = None
+    plan: Plan,
+    *,
+    nbytes: int,
+    chunk_bytes: int | None = None,
+    headroom: float | None = None,
+    late: Mapping[int, float] | None = None,
 ) -> SimulatedRun:
     """Return the event simulation of a plan.
 
     nbytes: bytes of the buffer; for allgather and reduce_scatter of the full gathered one.
     chunk_bytes: largest chunk; None takes the number of chunks that the closed form finds best.
     headroom: pace every flow at this part of its share of the links, above 0 and at most 1; None does not pace.
+    late: seconds by which some ranks come after the others; none of their hops starts before. A plan of elements only.
 
     O(T log T) for T = hops x chunks x links on a route.
 
@@ -112,6 +118,8 @@ def run_events(
     if headroom is not None and not 0 < headroom <= 1:
         raise UsageError(f"headroom must be above 0 and at most 1, got {headroom}")
     if plan.sparse:
+        if late:
+            raise UsageError("late ranks need a plan without entries, got a sparse one; leave out late")
         return _run_rounds(plan, nbytes, chunk_bytes, headroom)
     flow = dataflow(plan)
     chunks = chunk_counts(pipeline(flow), nbytes, chunk_bytes)
@@ -128,7 +136,13 @@ def run_events(
         chunks = chunk_counts(pipeline(flow), nbytes, chunk_bytes)
     sizes = [share * nbytes / k for share, k in zip(flow.shares, chunks, strict=True)]
     servers = _links_in_turn(flow) if headroom is None else _paced(flow, plan, headroom)
-    served = _serve(flow, sizes, chunks, servers)
+    held = dict(late or {})
+    first = [
+        LAUNCH
+        + max(flow.lanes[flow.lane_of_shard[hop.shard]][1], held.get(hop.src, 0.0), held.get(hop.dst, 0.0))
+        for hop in flow.hops
+    ]
+    served = _serve(flow, sizes, chunks, servers, first)
     return SimulatedRun(
         seconds=served.seconds,
         chunks=chunks,
@@ -217,7 +231,14 @@ class _EventLog:
     in_flight: int = 0
 
 
-def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int], servers: _LinkServers) -> _EventLog:
+def _serve(
+    flow: Dataflow,
+    sizes: Sequence[float],
+    chunks: Sequence[int],
+    servers: _LinkServers,
+    first: Sequence[float],
+) -> _EventLog:
+    """Return the transfers of all chunks; ``first`` has the seconds before which a hop does not start."""
     hops, ranks, pace = flow.hops, flow.fabric.size, servers.pace
     done = [0] * len(hops)
     active = [False] * len(hops)
@@ -231,7 +252,6 @@ def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int], server
     found = _EventLog([], [])
     moving = 0
     now = LAUNCH
-    first = [LAUNCH + flow.lanes[flow.lane_of_shard[hop.shard]][1] for hop in hops]
     events: list[tuple[float, int, int, int]] = [
         (start, _START, number, 0) for number, start in enumerate(first)
     ]
@@ -266,7 +286,7 @@ def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int], server
         hop = hops[number]
         if kind == _START:
             chunk = done[number]
-            if active[number] or chunk == chunks[hop.shard]:
+            if active[number] or chunk == chunks[hop.shard] or now < first[number]:
                 continue
             if all(done[before] > chunk for before in hop.waits):
                 active[number] = True

@@ -135,3 +135,34 @@ def test_channels_are_named_where_shards_keep_to_different_ones() -> None:
     assert "channel" not in tree_lines(topoplan.plan(topoplan.nvswitch_cluster(2), "allgather"), 20)[0]
     both = tree_lines(topoplan.plan(topoplan.load("v100x4"), channels="nvlink+pcie"), 20)
     assert {line.split()[1] for line in both[1:]} == {"nvlink", "pcie"}
+
+
+def test_a_late_rank_goes_through_file_and_verify(done: Done, told: Told, tmp_path: Path) -> None:
+    """All eight ports of 450 GB/s: 1 GB is 2.39 ms at full rate; the time is printed beside its bound."""
+    place = str(tmp_path / "late.json")
+    said = done(f"plan dgx-h100 --late 3=0.004 --size 1GB -o {place}")
+    assert "late         rank 3 by 4 ms, with 1GB\n" in said
+    assert "at least 6.39 ms and 2.39 ms without start-ups\n" in said
+    assert "waiting      8.2 ms if all ranks wait, 1.26 times as long\n" in said
+    assert "back ends    shared and tcp move nothing before the last rank comes" in said
+    assert "checked      each contribution arrives exactly once" in done(f"verify {place}")
+    late = told("plan dgx-1v --gpus 1,4,5,7 --late 2=0 --late 0=0.01 --size 64MB")["late"]
+    assert [one["rank"] for one in late["ranks"]] == [0, 2]
+    assert late["seconds"] <= late["usual"]
+    assert "no plan for late ranks is faster" in done("plan dgx-1v --late 1=0 --size 64MB")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--late 3=1", "--late needs the size of the buffer; add --size"),
+        ("--late 3", "must be a rank with its seconds, such as 3=0.02, got '3'"),
+        ("--late 3=1 --late 3=2 --size 1MB", "must name a rank once, got 3=1 and 3=2"),
+        ("--late 8=1 --size 1MB", "a late rank must be 0 to 7, got 8"),
+        ("--late 3=-1 --size 1MB", "must be finite and at least 0, got -1"),
+        ("--late 3=1 --size 1MB --collective reduce", "--collective does not go with --late"),
+        ("--late 3=1 --size 1MB --sizes 1MB", "does not go with"),
+    ],
+)
+def test_late_ranks_that_do_not_fit_are_refused(refused: Done, options: str, message: str) -> None:
+    assert message in refused(f"plan dgx-1v {options}")

@@ -2,6 +2,7 @@
 
 ForestColl (Zhao et al., arXiv 2402.06787): allgather on A100 and MI250 servers, algorithm bandwidth, stated in whole
 GB/s. SyCCL (Cao et al., SIGCOMM 2025): allgather on A800 and H800 servers, bus bandwidth, stated to a tenth.
+OptCC: allreduce among servers on a switch, one of which has a slow NIC, in closed form.
 """
 
 from __future__ import annotations
@@ -217,6 +218,22 @@ def test_syccl_on_a800_and_h800(made: Topology, busbw: float) -> None:
     """4 NICs of 200 Gb/s for eight GPUs, and one of 400 Gb/s for each on rails: within 0.05 GB/s of what is stated."""
     size = len(made.gpus)
     assert proved(made, "allgather").rate * (size - 1) / size == pytest.approx(busbw, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "size", [pytest.param(p, marks=[pytest.mark.thorough] * (p not in (4, 7, 16))) for p in range(4, 65)]
+)
+def test_optcc_one_slow_nic(size: int) -> None:
+    """Rate and bound are exactly those of max(1/r, 2(p - 1)/(p - 1 + r)) buffers at full rate, r = 1/8 to 7/8."""
+    servers = cluster([Server(machine(1, {}), count=size)], nic_gbps=80)
+    last = f"s{size - 1}"
+    (nic,) = (link.src for link in servers.links if link.dst == "switch0" and link.src.startswith(f"{last}."))
+    for eighths in range(1, 8):
+        slow = servers.degrade_links({f"{nic}-switch0": 10 * eighths / 8})
+        report = topoplan.verify(topoplan.plan(slow, "allreduce"))
+        part = Fraction(eighths, 8)
+        longest = max(1 / part, 2 * (size - 1) / (size - 1 + part))
+        assert report.exact_rate == report.exact_bound == 10 / longest, eighths
 
 
 @pytest.mark.parametrize("sides", [(15, 14), pytest.param((24, 24), marks=pytest.mark.thorough)])
