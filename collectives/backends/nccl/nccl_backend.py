@@ -518,15 +518,16 @@ class NcclBackend(OneRank):
             engine = self._engine_with_relays(call.plan)
             if engine.kept(call) is None:
                 # no rank waits in a kernel while another one still loads it
-                placed = self._steps().take(lambda: engine.place(call) is not None)
-                if not all(placed):
+                if not all(self._steps().take(lambda: engine.place(call) is not None)):
                     raise UsageError(
                         f"this plan is too large for a region of {format_size(engine.region.nbytes)}; "
                         "give more region_bytes"
                     )
             bound = engine.place(call)
             assert bound is not None, "placed before"
-        except (AgreedStepFailed, UsageError) as refused:
+        except AgreedStepFailed as failed:  # arenas may differ from here on
+            raise BackendError(failed.reason, rank=failed.rank) from failed
+        except UsageError as refused:
             raise RefusedError(
                 f"a plan with relays cannot run here: {refused}",
                 rank=self.rank,
@@ -561,7 +562,7 @@ class NcclBackend(OneRank):
                 raise UsageError(found)
             engine = self._relayed[plan.vertices] = found
             relays = listed(plan.vertices[self.size :])
-            self.about_engine += f"; windows over peer access with relays {relays}"
+            self.about_engine += f"; windows over {engine.region.kind} with relays {relays}"
         refusal = engine.refusal(plan)
         if refusal:
             raise UsageError(refusal)
@@ -821,7 +822,8 @@ class NcclBackend(OneRank):
             return
         peer, row = engine.waiting()
         if engine.late:
-            what = f"the kernel waited {2 * self._timeout:g} s for rank {peer}"
+            behind = f"rank {peer}" if peer is not None else "a relay of this rank"
+            what = f"the kernel waited {2 * self._timeout:g} s for {behind}"
             raise BackendError(what, rank=self.rank, peer=peer, step=row)
         raise self._first_report(BackendError(f"rank {peer} gave up", rank=self.rank, peer=peer))
 

@@ -239,7 +239,7 @@ def open_relay_engine(
     def region(vertex: int) -> DeviceArenas:
         mapped, domains = arenas if vertex == rank else None, (0,) * size
         return DeviceArenas(
-            vertex, size, nbytes, seen[vertex], domains, 0, 1, "relays", "", cupy, own[vertex], mapped
+            vertex, size, nbytes, seen[vertex], domains, 0, 1, arenas.kind, "", cupy, own[vertex], mapped
         )
 
     relays = []
@@ -321,7 +321,7 @@ def _bus_ids(plan: Plan, reports: Sequence[HostReport], order: str) -> list[str]
 class _RelayArenas:
     """Arenas of ranks and relays (`HeldArenas`), of which this rank allocates its own and those of its relays.
 
-    `own`: the number in CUDA of each of these vertices' GPUs.
+    `own`: the number in CUDA of each of these vertices' GPUs. `kind`: "ipc" or "peer access".
     """
 
     def __init__(
@@ -344,6 +344,7 @@ class _RelayArenas:
         self._arenas = {
             vertex: CudaArenas(runtime, steps, vertex, together, places, nbytes) for vertex in own
         }
+        self.kind = next(arena.kind for arena in self._arenas.values())
 
     def open(self) -> tuple[dict[int, tuple[int, ...]], int]:
         """Return the addresses of all arenas as each vertex sees them, 0 without access, and the blocks of kernels.

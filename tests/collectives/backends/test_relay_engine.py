@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from types import ModuleType
 from typing import Any
@@ -14,8 +15,10 @@ from collectives.backends.nccl import device_arenas
 from collectives.backends.nccl.relay_engine import HostReport, relay_owners
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import cupy, floats, machine, on_every_rank, outcome
+from tests.support.regular_fabrics import helped_star
 from tests.support.tcp_jobs import call, seal
 from topoplan.errors import BackendError, RefusedError, UsageError
+from topoplan.machine.topology import facts
 from topoplan.plans.plan import Plan
 
 __all__ = ["cupy", "machine"]
@@ -112,6 +115,27 @@ def test_only_pairs_of_the_trees_access_each_other(machine: Machine, cupy: Modul
     assert said[0].endswith("; windows over peer access with relays gpu2, gpu3, gpu5, gpu7")
 
 
+def test_a_relay_exchanges_no_messages(machine: Machine, cupy: ModuleType) -> None:
+    """The machine states that a relay has no peer access to a rank, and the trees pass them through a CPU."""
+    machine.gpus, machine.peers = 8, True
+    gpus = (0, 1, 4, 5)
+    topology = topoplan.with_relays("rtx-pro-6000-2x4", gpus)
+    devices = tuple(
+        replace(one, facts=(*one.facts, *facts(refused="gpu0"))) if one.name == "gpu2" else one
+        for one in topology.devices
+    )
+    plan = topoplan.plan(replace(topology, devices=devices))
+
+    def task(comm: Communicator, rank: int) -> str:
+        with pytest.raises(RefusedError) as refused:
+            comm.all_reduce(cupy.asarray(floats(4, 300)[rank]))
+        return str(refused.value)
+
+    found = set(outcome(run(cupy, plan, task, gpus)))
+    assert len(found) == 1
+    assert "without access to each other's memory, gpu0-gpu2; leave such relays" in found.pop()
+
+
 def test_processes_open_the_arenas_of_relays(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +147,7 @@ def test_processes_open_the_arenas_of_relays(
     def task(comm: Communicator, rank: int) -> list[str | None]:
         found = sums(comm, cupy.asarray(given[rank]), 2)
         opened.append(len(machine.opened))
+        assert comm.engine.endswith("; windows over ipc with relays gpu2, gpu3, gpu5, gpu7")
         return found
 
     found = outcome(run(cupy, plan, task))
@@ -230,8 +255,33 @@ def test_ranks_on_other_gpus_and_demanded_messages_are_refused(machine: Machine,
     assert 'need the windows engine, got engine="messages"; use engine="auto"' in found.pop()
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize(("gpus", "relays"), [((5, 0, 3), None), ((2, 4, 5, 7, 1), None), ((6, 0), (2, 4))])
+def test_other_ranks_and_relays(
+    machine: Machine, cupy: ModuleType, collective: str, gpus: tuple[int, ...], relays: tuple[int, ...] | None
+) -> None:
+    machine.gpus, machine.peers = 8, True
+    check_bits(cupy, topoplan.plan(topoplan.with_relays("dgx-1v", gpus, relays), collective), gpus)
+
+
+def test_no_graph_captures_a_plan_with_relays(machine: Machine, cupy: ModuleType) -> None:
+    machine.gpus, machine.peers = 8, True
+
+    def task(comm: Communicator, rank: int) -> None:
+        given, stream = cupy.zeros(24, dtype="float32"), cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.get_current_stream().synchronize()
+        with stream:
+            stream.begin_capture()
+            comm.all_reduce(given, out=given)
+
+    found = run(cupy, relayed(), task)
+    assert all(isinstance(one, UsageError) for one in found), found
+    assert "a graph cannot capture a plan with relays, got gpu2, gpu3, gpu5, gpu7; run it" in str(found[0])
+
+
 def test_relays_belong_to_ranks_that_see_them() -> None:
-    """Stated bus ids count before names; and what no rank can own is refused."""
+    """A GPU that no rank sees, or that is a host, has no owner."""
     plan = relayed(gpus=(0, 1))
     shown = [f"0000:0{number}:00.0" for number in range(8)]
 
@@ -251,3 +301,21 @@ def test_relays_belong_to_ranks_that_see_them() -> None:
     ]
     with pytest.raises(UsageError, match="relays need all ranks on one server, got rank 0 and rank 1 on two"):
         relay_owners(plan, reports([0], [1], hosts="ab"))
+    with pytest.raises(
+        UsageError, match="relay gpu5 at 0000:05:00.0 is not visible to any rank; name in CUDA"
+    ):
+        relay_owners(stated(plan, shown), reports([0, 2, 3], [1, 4, 6, 7]))
+    hosts = topoplan.plan(helped_star(2, 2))
+    with pytest.raises(
+        UsageError, match="relays must be GPUs with bus ids or names such as gpu3, got helper0"
+    ):
+        relay_owners(hosts, reports([0, 1], [0, 1]))
+
+
+def stated(plan: Plan, bus_ids: list[str]) -> Plan:
+    """Return the plan for its machine with bus ids."""
+    devices = tuple(
+        replace(one, busid=bus_ids[int(one.name[3:])]) if one.name in plan.vertices else one
+        for one in plan.topology.devices
+    )
+    return topoplan.plan(replace(plan.topology, devices=devices))
