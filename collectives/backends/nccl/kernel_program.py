@@ -127,7 +127,7 @@ class KernelTables:
 
 
 def _rank_pairs(plan: Plan, pairs: Iterable[tuple[str, str]]) -> frozenset[tuple[int, int]]:
-    """Return pairs of GPUs that are ranks or relays, as vertices of the plan's trees."""
+    """Return pairs of GPUs that are ranks or helpers, as vertices of the plan's trees."""
     number = {name: vertex for vertex, name in enumerate(plan.vertices)}
     return frozenset((number[a], number[b]) for a, b in pairs if a in number and b in number)
 

@@ -83,9 +83,15 @@ class RelayEngine(WindowEngine):
         self.relays = tuple(relays)
         self._owners = owners
         self._reached = reached
+        self._refusals: dict[str, str] = {}  # by the plan's digest
 
     def refusal(self, plan: Plan) -> str:
         """Return in one line why a plan cannot run, the same on all ranks; empty if it may."""
+        if plan.digest not in self._refusals:
+            self._refusals[plan.digest] = self._lack_of_access(plan)
+        return self._refusals[plan.digest]
+
+    def _lack_of_access(self, plan: Plan) -> str:
         pairs = {
             (edge.parent, edge.child)
             for shard in plan.shards

@@ -51,7 +51,7 @@ class ForestStep:
     - `behind`: the step whose sum it continues, or None.
     - `keeps`: another step continues its sum.
     - `last` of its rank and shard, relays aside.
-    - `completes`: its sum is that of all ranks, though its rank is a GPU without a result (`topoplan.with_relays`).
+    - `completes`: its sum is that of all ranks, at a helper, which has no result (`topoplan.with_relays`).
     - `gathers`, `spreads`: the switch adds its arrivals, and copies its departures.
     """
 
@@ -105,9 +105,9 @@ def steps_of(
     copies: bool = False,
     apart: frozenset[tuple[int, int]] = frozenset(),
 ) -> ForestSteps:
-    """Return the steps of a plan's ranks and relays; the results for the last 64 plans are kept.
+    """Return the steps of a plan's ranks and helpers; the results for the last 64 plans are kept.
 
-    `domains` has one number for each rank and relay; empty if all are in one. `adds`, `copies`: whether switches that
+    `domains` has one number for each rank and helper; empty if all are in one. `adds`, `copies`: whether switches that
     can are to add, and to copy; not between ranks that are `apart`, pairs in both orders.
 
     >>> import topoplan
@@ -211,7 +211,7 @@ class _ForestStepsBuilder:
         self._receivers.append(takes)
 
     def _completes(self, step: ForestStep) -> bool:
-        """Return whether a relay's step is the root's of the last reduction."""
+        """Return whether a helper's step is the root's of the last reduction."""
         plan = self._key.plan
         if step.rank < len(plan.ranks) or not step.last or step.stage == NOWHERE:
             return False
@@ -221,7 +221,7 @@ class _ForestStepsBuilder:
         )
 
     def _begins_sum(self, vertex: int, shard: int, stage: int) -> bool:
-        """Return whether what a vertex stores is the first operand of a sum, as of a relay, which has no input."""
+        """Return whether what a vertex stores is the first operand of a sum: a helper has no input."""
         plan = self._key.plan
         return vertex >= len(plan.ranks) and plan.shards[shard].stages[stage].op == "reduce"
 

@@ -42,7 +42,7 @@ struct Control {
     long long rank, ranks;
     long long timeout;                 // nanoseconds that this rank waits for a chunk
     long long calls;                   // offset in each arena of what the ranks tell of their calls
-    long long divisor;                 // of averages: the ranks that are no relays
+    long long divisor;                 // of averages: the number of ranks, without helpers
 };
 
 struct Job {
