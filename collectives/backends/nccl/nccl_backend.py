@@ -516,13 +516,14 @@ class NcclBackend(OneRank):
             return
         try:
             engine = self._engine_with_relays(call.plan)
-            if engine.kept(call) is None:
-                # no rank waits in a kernel while another one still loads it
-                if not all(self._steps().take(lambda: engine.place(call) is not None)):
-                    raise UsageError(
-                        f"this plan is too large for a region of {format_size(engine.region.nbytes)}; "
-                        "give more region_bytes"
-                    )
+            # no rank waits in a kernel while another one still loads it
+            if engine.kept(call) is None and not all(
+                self._steps().take(lambda: engine.place(call) is not None)
+            ):
+                raise UsageError(
+                    f"this plan is too large for a region of {format_size(engine.region.nbytes)}; "
+                    "give more region_bytes"
+                )
             bound = engine.place(call)
             assert bound is not None, "placed before"
         except AgreedStepFailed as failed:  # arenas may differ from here on

@@ -202,9 +202,8 @@ class _ForestStepsBuilder:
             takes.gathers = gathers
             if add or self._begins_sum(destination, shard, stage):
                 takes.stage = stage
-            if add:
-                if before is not None and before.arrivals and not gathers:
-                    before.keeps, takes.behind, takes.own = True, before, KEPT
+            if add and before is not None and before.arrivals and not gathers:
+                before.keeps, takes.behind, takes.own = True, before, KEPT
         takes.arrivals.append(edge)
         takes.phase = max(takes.phase, sends.phase + self._crosses(source, destination))
         self._senders.append(sends)

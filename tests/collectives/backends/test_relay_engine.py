@@ -302,7 +302,7 @@ def test_relays_belong_to_ranks_that_see_them() -> None:
     with pytest.raises(UsageError, match="relays need all ranks on one server, got rank 0 and rank 1 on two"):
         relay_owners(plan, reports([0], [1], hosts="ab"))
     with pytest.raises(
-        UsageError, match="relay gpu5 at 0000:05:00.0 is not visible to any rank; name in CUDA"
+        UsageError, match=r"relay gpu5 at 0000:05:00\.0 is not visible to any rank; name in CUDA"
     ):
         relay_owners(stated(plan, shown), reports([0, 2, 3], [1, 4, 6, 7]))
     hosts = topoplan.plan(helped_star(2, 2))
