@@ -137,7 +137,7 @@ def check_helpers(plans: Plans, backend: str | Backend[Any]) -> None:
         if plan.helpers and not (record and record.helpers):
             raise UsageError(
                 f"{plan.helpers[0]} is a helper rank in this plan, and the {name} back end has none; use loopback, "
-                "loopback-gpu, shared, mpi or tcp, or leave the helpers out of the machine"
+                "loopback-gpu, shared, mpi, nccl or tcp, or leave the helpers out of the machine"
             )
         if plan.helpers and processes is not None:
             needed = len(plan.vertices) - len(plan.ranks)
@@ -242,7 +242,8 @@ class BackendRecord:
     - `agrees`: without a plan its ranks, processes without GPUs, can agree on one for where they run.
     - `engines`: it can move data between GPUs in several ways.
     - `paced`: it can limit links to the bandwidths of the plan's machine.
-    - `helpers`: it runs helper ranks: tcp has a process for each; ranks that share memory do their additions.
+    - `helpers`: it runs helper ranks: tcp has a process for each; ranks that share memory do their additions;
+      nccl has relays, which a rank's process runs.
     """
 
     open: Callable[[Plans | None, BackendSettings], Backend[Any]]
@@ -265,7 +266,7 @@ BACKENDS = {
         agrees=True,
         helpers=True,
     ),
-    "nccl": BackendRecord(_nccl, _join_nccl, CUPY, engines=True),
+    "nccl": BackendRecord(_nccl, _join_nccl, CUPY, engines=True, helpers=True),
     "shared": BackendRecord(_shared, _join_shared, agrees=True, helpers=True),
     "tcp": BackendRecord(_tcp, _join_tcp, agrees=True, paced=True, helpers=True),
     "torch": BackendRecord(

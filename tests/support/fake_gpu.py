@@ -461,7 +461,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
         ctypes.memset(ptr, value, size)
 
     def deviceCanAccessPeer(device: int, peer: int) -> int:
-        return int(machine.peers and device != peer)
+        return int(machine.peers and device != peer and frozenset((device, peer)) not in machine.apart)
 
     def deviceEnablePeerAccess(peer: int) -> None:
         if not deviceCanAccessPeer(machine.device, peer):

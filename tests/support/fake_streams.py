@@ -161,6 +161,7 @@ class Machine:
         # bytes of messages whose address is a multiple of 16, and of the others
         self.message_bytes = {True: 0, False: 0}
         self.peers = False  # whether GPUs reach each other's memory
+        self.apart: set[frozenset[int]] = set()  # pairs of GPUs that do not
         self.windows = (False, False)  # whether NCCL has windows among them, and multicast addresses of these
         self.teams = 1  # into how many sets NCCL takes GPUs to fall that reach each other's memory
         # whether what is under way in graphs goes on when its communicator is revoked

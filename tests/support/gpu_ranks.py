@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -68,13 +68,14 @@ def on_every_rank(
     chunk_bytes: int = 256,
     timeout: float = SECONDS,
     on_failure: str = "raise",
+    gpus: Sequence[int] = (),
     **options: Any,
 ) -> list[Any]:
     """What the task returns or raises on each rank, each rank a thread with a GPU of its own."""
     size = len(plan.ranks)
 
     def be(rank: int) -> Any:
-        with cupy.cuda.Device(rank):
+        with cupy.cuda.Device(gpus[rank] if gpus else rank):
             world = TcpControlPlane(meeting.address, rank, size, timeout=timeout)
             settings = {
                 name: value[rank] if isinstance(value, list) else value for name, value in options.items()

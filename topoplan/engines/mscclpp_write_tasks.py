@@ -2,12 +2,13 @@
 
 Inside a server a tree edge is one memory channel for both directions. Inner ranks work unit by unit in a loop: parents
 read their children's sums (``rre``), the root writes the total to its children as it adds (``rres``), ranks below
-forward it (``put``). Leaves move nothing: they signal once before and are signalled once after the loop of their
-parent, so the blocks of all leaves of a rank become one. Between servers an edge is a port channel, which cannot be
-read: children put sums into scratch of the parent, which adds them (``re``); parents put the total, and children
-acknowledge it at the end. (``flush`` would do, but release 0.9 takes the number of channels to flush from
-``dst_buff``.) A star through a switch that adds and copies is one operation of its root (``glres``, ``gstore``).
-Blocks of an all-to-all follow paths from inputs to outputs, through scratch of the relays.
+forward it (``put``). A rank that reads its parent's memory faster than the parent writes reads the total (``get``) when
+the parent signals a unit, and acknowledges it at the end. Other leaves move nothing: they signal once before and are
+signalled once after the loop of their parent, so the blocks of all such leaves of a rank become one. Between servers an
+edge is a port channel, which cannot be read: children put sums into scratch of the parent, which adds them (``re``);
+parents put the total, and children acknowledge it at the end. (``flush`` would do, but release 0.9 takes the number of
+channels to flush from ``dst_buff``.) A star through a switch that adds and copies is one operation of its root
+(``glres``, ``gstore``). Blocks of an all-to-all follow paths from inputs to outputs, through scratch of the relays.
 
 Others touch a rank's buffer between its own first signal and the last that it waits for: a broadcast writes to
 children that have signalled, and reads of a reduce_scatter are acknowledged at the end.
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import Fabric
+from topoplan.machine.routing import memory_access
 from topoplan.plans.build import stage_order
 from topoplan.plans.plan import ALL_TO_ALL, Plan
 from topoplan.plans.shards import Shard, Stage, path_ends
@@ -91,7 +93,11 @@ class RankChannels:
     Both ends get a channel at the same time, so the k-th of a type between two ranks is the k-th on both sides.
     """
 
-    def __init__(self, servers: Sequence[str | None]) -> None:
+    def __init__(self, plan: Plan) -> None:
+        servers = [plan.topology.device(name).server for name in plan.ranks]
+        # the engine swaps the offsets of ``get``, and those of an all-to-all differ
+        self._pulled = frozenset() if plan.collective == ALL_TO_ALL else memory_access(plan.topology).pulled
+        self._ranks = plan.ranks
         self.peers: list[dict[str, list[int]]] = [{MEMORY: [], PORT: []} for _ in servers]
         self.scratch = [0] * len(servers)
         self._servers = servers
@@ -100,6 +106,11 @@ class RankChannels:
 
     def kind(self, one: int, other: int) -> str:
         return MEMORY if self._servers[one] == self._servers[other] else PORT
+
+    def pulls(self, parent: int, child: int) -> bool:
+        """Return whether a child reads what a parent in its server has for it."""
+        pair = self._ranks[parent], self._ranks[child]
+        return self.kind(parent, child) == MEMORY and pair in self._pulled
 
     def add(self, shard: int, parent: int, child: int, landing: int) -> None:
         """Add a channel for an edge, unless it has one, and ``landing`` chunks of the parent's scratch."""
@@ -150,7 +161,7 @@ def tasks(
     ``piece`` is the number of chunks that one operation moves, if loops of shards of different sizes are to be of one
     length. ``switched``: switches add and copy (`by_switch`). A UsageError refuses a collective or order of stages.
     """
-    wires = RankChannels([plan.topology.device(name).server for name in plan.ranks])
+    wires = RankChannels(plan)
     found: list[list[MscclppTask]] = [[] for _ in plan.ranks]
     for number, (shard, start, count) in enumerate(shards):
         reduce, broadcast = shard_trees(plan, shard)
@@ -276,8 +287,8 @@ class _ShardTasks:
         body = [*_wait_steps(self._to(in_turn)), *self._sums(children)]
         if rank == tree.root and back:
             body += self._hand_down(back, added=any(self._kind(child) == MEMORY for child in children))
-            done = self._to(back.below(rank, leaves=True))
-            over = self._to(self._far(back))
+            done = self._to(self._waiting(back))
+            over = self._to(self._acknowledging(back))
         elif above and above[0][0] == PORT:
             parent = tree.parent[rank]
             landing = self._wires.landing(self._shard, parent, rank) - self._pieces[0][0]
@@ -315,12 +326,12 @@ class _ShardTasks:
         back = self._broadcast
         if not (near and back and self._rank == back.root):
             return []
-        return [child for child in back.children[self._rank] if self._kind(child) == MEMORY][:MAX_REFERENCES]
+        return self._written(back)[:MAX_REFERENCES]
 
     def _hand_down(self, tree: StageTree, *, added: bool) -> Iterator[MscclppStep]:
-        """Put the rank's data to its children, except to the children that got the last sum."""
+        """Put the rank's data to its children, except to children that got the last sum or read it themselves."""
         children = tree.children[self._rank]
-        near = [child for child in children if self._kind(child) == MEMORY][MAX_REFERENCES if added else 0 :]
+        near = self._written(tree)[MAX_REFERENCES if added else 0 :]
         for index, count in self._pieces:
             for child in near:
                 yield MscclppStep("put", (), (self._own(index, count),), (self._at(child, index, count),))
@@ -333,7 +344,12 @@ class _ShardTasks:
                     signals = child in inner and index == self._pieces[-1][0]
                     own, there = self._own(index, count), self._at(child, index, count)
                     yield MscclppStep("pws" if signals else "put", self._to([child]), (own,), (there,))
-        yield from _signal_steps(self._to([child for child in inner if self._kind(child) == MEMORY]))
+        told = [
+            child
+            for child in children
+            if self._pulls(child) or (child in inner and self._kind(child) == MEMORY)
+        ]
+        yield from _signal_steps(self._to(told))
 
     def _down(self, tree: StageTree) -> Iterator[MscclppTask]:
         """Wait for the parent, put to the children; leaves wait once, for the last unit."""
@@ -348,13 +364,17 @@ class _ShardTasks:
         ready = () if self._reduce else above
         children = tree.children.get(rank, [])
         come = above if above and above[0][0] == PORT else ()
-        if not children:
+        taken = tuple(self._taken(tree))
+        if not children and taken:
+            body = (*_wait_steps(above), *taken)
+            yield MscclppTask(self._shard, False, size, ready, (), body, above)
+        elif not children:
             yield MscclppTask(self._shard, False, size, ready, (), (), (), above, come)
         elif not (self._reduce and rank == tree.root):
-            body = (*_wait_steps(above), *self._hand_down(tree, added=False))
+            body = (*_wait_steps(above), *taken, *self._hand_down(tree, added=False))
             expected = () if self._reduce else self._to(children)
-            done = self._to(tree.below(rank, leaves=True))
-            far = self._to(self._far(tree))
+            done = (*self._to(self._waiting(tree)), *(above if taken else ()))
+            far = self._to(self._acknowledging(tree))
             yield MscclppTask(self._shard, False, size, ready, expected, body, done, far, come)
 
     def _kept(self) -> Iterator[MscclppStep]:
@@ -363,8 +383,32 @@ class _ShardTasks:
             there = self._own(index, count)
             yield MscclppStep("copy", (), (there,), (ChunkPlace(None, MEMORY, "o", there.index, count),))
 
-    def _far(self, tree: StageTree) -> list[int]:
-        return [child for child in tree.children[self._rank] if self._kind(child) == PORT]
+    def _taken(self, tree: StageTree) -> Iterator[MscclppStep]:
+        """Read the data of a parent that does not put it."""
+        parent = tree.parent.get(self._rank)
+        if parent is None or not self._wires.pulls(parent, self._rank):
+            return
+        for index, count in self._pieces:
+            yield MscclppStep("get", (), (self._at(parent, index, count),), (self._own(index, count),))
+        yield BARRIER
+
+    def _pulls(self, child: int) -> bool:
+        return self._wires.pulls(self._rank, child)
+
+    def _written(self, tree: StageTree) -> list[int]:
+        """Return the children in this server to which the rank writes."""
+        near = [child for child in tree.children[self._rank] if self._kind(child) == MEMORY]
+        return [child for child in near if not self._pulls(child)]
+
+    def _waiting(self, tree: StageTree) -> list[int]:
+        """Return the leaves that wait for the end of the rank's loop."""
+        return [child for child in tree.below(self._rank, leaves=True) if not self._pulls(child)]
+
+    def _acknowledging(self, tree: StageTree) -> list[int]:
+        """Return the children that signal at the end that they have the data."""
+        return [
+            child for child in tree.children[self._rank] if self._kind(child) == PORT or self._pulls(child)
+        ]
 
     def _kind(self, peer: int) -> str:
         return self._wires.kind(self._rank, peer)
@@ -406,7 +450,7 @@ def packet_tasks(
     """Return tasks and channels as `tasks`, with packets; the plan must not span servers."""
     if plan.collective == ALL_TO_ALL:
         raise UsageError("packets are written for trees, and blocks of an alltoall take paths; use simple")
-    wires = RankChannels([plan.topology.device(name).server for name in plan.ranks])
+    wires = RankChannels(plan)
     found: list[list[MscclppTask]] = [[] for _ in plan.ranks]
     for number, (shard, start, count) in enumerate(shards):
         reduce, broadcast = shard_trees(plan, shard)

@@ -434,7 +434,7 @@ def memory_access(topology: Topology) -> MemoryAccess:
     """Return how data comes from one GPU to another where it is not pushed, by links and by facts of GPUs.
 
     Copies take NVLink where there is one, so the link of another channel does not count beside it. A fact names GPUs of
-    the same server, without the server's name that a cluster puts before it.
+    the same server, without the server's name that a cluster puts before it. Helpers that were GPUs count too.
 
     >>> gpus = (Device("gpu0", "gpu"), Device("gpu1", "gpu"))
     >>> found = memory_access(Topology("", gpus, (Link("gpu0", "gpu1", "pcie", 52, push=2.6, pull=52),)))
@@ -450,8 +450,8 @@ def memory_access(topology: Topology) -> MemoryAccess:
         UNREACHED: set(),
         UNWRITTEN: {ends for ends in pulls if pulls[ends].push is None},
     }
-    gpus = set(topology.gpus)
-    for device in (one for one in topology.devices if one.kind == "gpu" and one.facts):
+    gpus = {device.name: device for device in topology.devices if device.kind in ("gpu", "helper")}
+    for device in (one for one in gpus.values() if one.facts):
         for key, pairs in found.items():
             pairs |= {(name, device.name) for name in named_peers(device, key, gpus)}
         for name in named_peers(device, REFUSED, gpus):

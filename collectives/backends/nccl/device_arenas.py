@@ -83,7 +83,14 @@ _abandoned: list[object] = []
 """Mappings that other ranks or NCCL may still use until this process ends."""
 
 
-class ArenaMapping(Protocol):
+class HeldArenas(Protocol):
+    """Arenas that this rank holds."""
+
+    def close(self, steps: AgreedSteps) -> None:
+        """Release everything; all ranks call it at this time, or the memory is kept until the process ends."""
+
+
+class ArenaMapping(HeldArenas, Protocol):
     """A way to map the arenas of a domain."""
 
     kind: str
@@ -93,9 +100,6 @@ class ArenaMapping(Protocol):
 
         All ranks call it. Raises `AgreedStepFailed` if the mapping is not available.
         """
-
-    def close(self, steps: AgreedSteps) -> None:
-        """Release everything; all ranks call it at this time, or the mapping is kept until the process ends."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +113,8 @@ class DeviceArenas:
     - `sharing`: the most ranks on one GPU, which must have their blocks there at once.
     - `kind`: "windows", "windows and multicast", "ipc" or "peer access".
     - `why`: why the kind is not better, the same on all ranks; empty if it is the best.
+
+    A relay (`relay_engine`) has an arena and a number behind those of the ranks.
     """
 
     rank: int
@@ -122,7 +128,7 @@ class DeviceArenas:
     why: str
     _cupy: Any
     _device: int
-    _mapped: ArenaMapping | None
+    _mapped: HeldArenas | None
     _free: RangeAllocator = field(init=False)
     _lent: set[int] = field(init=False, default_factory=set)  # changed by finalizers, at any time
 
@@ -172,13 +178,25 @@ class _ArenaPart:
 
 
 @dataclass(frozen=True, slots=True)
-class _RankReport:
-    """Properties of a rank's host, process and GPU that all ranks see."""
+class ArenaPlace:
+    """The host, the process, and the GPU of an arena, by its bus id and by its number in CUDA."""
 
     host: str
     process: str
     gpu: str
     device: int
+
+
+def place_on_host(runtime: Any, device: int) -> dict[str, Any]:
+    """Return the fields of an `ArenaPlace` of this process on a GPU."""
+    gpu = runtime.deviceGetPCIBusId(device)
+    return {"host": _host(), "process": _process(), "gpu": gpu, "device": device}
+
+
+@dataclass(frozen=True, slots=True)
+class _RankReport(ArenaPlace):
+    """Properties of a rank's host, process and GPU that all ranks see."""
+
     free: int
     queues: int
     shares: bool
@@ -217,10 +235,7 @@ def open_device_arenas(
             with suppress(NcclFailed), connection.call():
                 team = connection.link.team()
         return {
-            "host": _host(),
-            "process": _process(),
-            "gpu": runtime.deviceGetPCIBusId(device),
-            "device": device,
+            **place_on_host(runtime, device),
             "free": int(runtime.memGetInfo()[0]),
             "queues": _queues(os.environ.get(QUEUES, "")),
             "shares": _serves_processes(runtime, device),
@@ -244,14 +259,14 @@ def open_device_arenas(
             given_up = threading.Event()
             by_nccl = _WindowArenas(cupy, library, steps, rank, domains, nbytes, given_up)
             ways.append((by_nccl, domains, given_up))
-        ways.append((_CudaArenas(runtime, steps, rank, by_host, ranks, nbytes), by_host, threading.Event()))
+        ways.append((CudaArenas(runtime, steps, rank, by_host, ranks, nbytes), by_host, threading.Event()))
         for way, reached, given_up in ways:
             try:
                 addresses, multicast, no_multicast = way.open()
-                _PeerTrial(cupy, rank, addresses, given_up).take(steps)
+                PeerTrial(cupy, rank, addresses, given_up).take(steps)
             except AgreedStepFailed as failed:
                 given_up.set()
-                _leave(way, steps)
+                leave_arenas(way, steps)
                 version = f" ({ranks[failed.rank].nccl})" if isinstance(way, _WindowArenas) else ""
                 why = f"{why}; and {failed}" if why else f"no windows: {failed}{version}"
                 continue
@@ -307,7 +322,7 @@ def _no_windows(ranks: Sequence[_RankReport]) -> str:
     return f"windows need NCCL 2.29.7 or newer, and rank {old} has {ranks[old].nccl}"
 
 
-def _leave(way: ArenaMapping, steps: AgreedSteps) -> None:
+def leave_arenas(way: HeldArenas, steps: AgreedSteps) -> None:
     """Release what a failed attempt has made, unless a call of it is still under way on some rank."""
     ended, closed = steps.idle(ABORT_SECONDS), False
     try:
@@ -321,7 +336,7 @@ def _leave(way: ArenaMapping, steps: AgreedSteps) -> None:
             _abandoned.append(way)
 
 
-class _PeerTrial:
+class PeerTrial:
     """Try by a kernel that stores and flags arrive between all GPUs that reach each other, as the engine needs.
 
     `given_up` is set when another rank has failed.
@@ -341,12 +356,12 @@ class _PeerTrial:
 
         Raises `AgreedStepFailed` if a rank's kernel does not see a peer's flag, or not the data that it follows.
         """
-        flags = steps.take(self._prepare)
+        flags = steps.take(self.prepare)
         seconds = min(TRIAL_SECONDS, steps.timeout / 2)
-        steps.take(lambda: self._run(flags, seconds))
-        steps.take(self._clear)
+        steps.take(lambda: self.run(flags, seconds))
+        steps.take(self.clear)
 
-    def _prepare(self) -> int:
+    def prepare(self) -> int:
         """Load the kernel and run it once on no ranks: loading must not happen while another rank's kernel waits."""
         cuda = self._cupy.cuda
         self._memory = cuda.alloc_pinned_memory(8 * (1 + 3 * self._ranks))
@@ -366,7 +381,8 @@ class _PeerTrial:
         with self._stream:
             self._kernel((1,), (TRIAL_THREADS,), tuple(np.int64(number) for number in numbers))
 
-    def _run(self, flags: Sequence[int], seconds: float) -> None:
+    def run(self, flags: Sequence[int], seconds: float) -> None:
+        """Run the kernel with the flag of each rank, at the same time on all ranks."""
         page, end = self._page, time.monotonic() + seconds
         _, heard, arenas, sent = np.split(page, [1, 1 + self._ranks, 1 + 2 * self._ranks])
         arenas[:], sent[:] = self._addresses, flags
@@ -385,7 +401,8 @@ class _PeerTrial:
                     f"its GPU sees {what} from the GPU of rank {peer}, whose stores it should see"
                 )
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Zero what the kernels of all ranks have stored here."""
         runtime = self._cupy.cuda.runtime
         runtime.memset(self._addresses[self._rank], 0, TRIAL_BYTES * self._ranks)
         runtime.deviceSynchronize()
@@ -511,7 +528,7 @@ class _WindowArenas:
             return 0, describe_failure(error)
 
 
-class _CudaArenas:
+class CudaArenas:
     """Addresses within a process, and IPC handles between the processes of a host."""
 
     def __init__(
@@ -520,7 +537,7 @@ class _CudaArenas:
         steps: AgreedSteps,
         rank: int,
         domains: tuple[int, ...],
-        ranks: Sequence[_RankReport],
+        ranks: Sequence[ArenaPlace],
         nbytes: int,
     ) -> None:
         self._runtime = runtime
@@ -536,19 +553,27 @@ class _CudaArenas:
 
     def open(self) -> tuple[tuple[int, ...], int, str]:
         self._steps.take(self._look)
-        given = self._steps.take(self._allocate)
+        given = self._steps.take(self.allocate)
         return tuple(self._steps.take(lambda: self._reach(given))[self._rank]), 0, ""
 
     def close(self, steps: AgreedSteps) -> None:
-        runtime = self._runtime
-        with suppress(runtime.CUDARuntimeError):
-            for address in self._opened:
-                runtime.ipcCloseMemHandle(address)
+        self.unmap()
         with suppress(AgreedStepFailed, TopoplanError):
             steps.take(lambda: None)  # no rank has it mapped any more
-            memory, self._memory = self._memory, 0
-            with suppress(runtime.CUDARuntimeError):
-                runtime.free(memory)
+            self.free()
+
+    def unmap(self) -> None:
+        """Close the handles of other ranks' memory."""
+        opened, self._opened = self._opened, []
+        with suppress(self._runtime.CUDARuntimeError):
+            for address in opened:
+                self._runtime.ipcCloseMemHandle(address)
+
+    def free(self) -> None:
+        """Free the memory, which no rank has mapped any more."""
+        memory, self._memory = self._memory, 0
+        with suppress(self._runtime.CUDARuntimeError):
+            self._runtime.free(memory)
 
     def _here(self, peer: int) -> bool:
         """Return whether a rank is in this process."""
@@ -563,7 +588,8 @@ class _CudaArenas:
             if not self._runtime.deviceCanAccessPeer(device, one.device):
                 raise UsageError(f"GPU {device} has no peer access to GPU {one.device} of rank {peer}")
 
-    def _allocate(self) -> tuple[int, str]:
+    def allocate(self) -> tuple[int, str]:
+        """Allocate the memory on the current GPU; return its address and its handle, if another process needs one."""
         runtime = self._runtime
         self._memory = int(runtime.malloc(self._nbytes))
         runtime.memset(self._memory, 0, self._nbytes)
@@ -572,18 +598,24 @@ class _CudaArenas:
         return self._memory, bytes(runtime.ipcGetMemHandle(self._memory)).hex() if others else ""
 
     def _reach(self, given: Sequence[tuple[int, str]]) -> list[int]:
-        seen = []
-        for peer, (address, handle) in enumerate(given):
-            if not self._near[peer]:
-                seen.append(0)
-            elif self._here(peer):
-                if self._ranks[peer].device != self._ranks[self._rank].device:
-                    self._enable(self._ranks[peer].device)
-                seen.append(address)
-            else:
-                seen.append(int(self._runtime.ipcOpenMemHandle(bytes.fromhex(handle))))
-                self._opened.append(seen[-1])
+        return [self._reach_one(peer, given) if near else 0 for peer, near in enumerate(self._near)]
+
+    def reach_most(self, given: Sequence[tuple[int, str]]) -> list[int]:
+        """Return the addresses of all arenas for kernels of the current GPU; 0 for arenas that it does not access."""
+        seen = [0] * len(given)
+        for peer in range(len(given)):
+            with suppress(self._runtime.CUDARuntimeError):
+                seen[peer] = self._reach_one(peer, given)
         return seen
+
+    def _reach_one(self, peer: int, given: Sequence[tuple[int, str]]) -> int:
+        address, handle = given[peer]
+        if not self._here(peer):
+            self._opened.append(int(self._runtime.ipcOpenMemHandle(bytes.fromhex(handle))))
+            return self._opened[-1]
+        if self._ranks[peer].device != self._ranks[self._rank].device:
+            self._enable(self._ranks[peer].device)
+        return address
 
     def _enable(self, other: int) -> None:
         """Let kernels of the current GPU access another one's memory."""

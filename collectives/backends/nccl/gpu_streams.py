@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from collectives.backends.nccl.nccl_communicators import NcclConnection
 from collectives.backends.nccl.nccl_library import NcclCommunicator
-from collectives.backends.nccl.window_engine import BoundKernelPlan
+from collectives.backends.nccl.window_engine import BoundKernelPlan, WindowEngine
 from collectives.backends.stepped_program import ProgramStep, SteppedProgram
 from collectives.peers.control_plane import Signature
 from collectives.tables.kernels.kernel_launch import DeviceWork, Kernels, work_of
@@ -150,6 +150,7 @@ class QueuedCall:
     number: int
     turn: int
     digest: int | None
+    engine: WindowEngine
     bound: BoundKernelPlan
     ended: Any
     nbytes: int

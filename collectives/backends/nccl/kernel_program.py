@@ -127,8 +127,8 @@ class KernelTables:
 
 
 def _rank_pairs(plan: Plan, pairs: Iterable[tuple[str, str]]) -> frozenset[tuple[int, int]]:
-    """Return pairs of GPUs that are ranks, as ranks."""
-    number = {name: rank for rank, name in enumerate(plan.ranks)}
+    """Return pairs of GPUs that are ranks or helpers, as vertices of the plan's trees."""
+    number = {name: vertex for vertex, name in enumerate(plan.vertices)}
     return frozenset((number[a], number[b]) for a, b in pairs if a in number and b in number)
 
 
@@ -189,7 +189,7 @@ class KernelPlan:
         self.phases = 1 + max((step.phase for step in found.steps), default=0)
         self.clock = clock_of(key)
         self._sliced = overlaps and self.phases > 1
-        self._domains, self._key = domains or (0,) * len(key.plan.ranks), key
+        self._domains, self._key = domains or (0,) * len(key.plan.vertices), key
         self._longest = _longest_step(key, found)
         wanted = self.wanted_parts(blocks)
         while True:
@@ -217,7 +217,7 @@ class KernelPlan:
         found, stride = self.steps, self.stride
         self.parts = parts
         self.data, self.credit, self.slots = np.zeros((3, len(found.slots), parts), dtype=np.int64)
-        end = np.full(len(key.plan.ranks), base, dtype=np.int64)
+        end = np.full(len(key.plan.vertices), base, dtype=np.int64)
         inside = np.flatnonzero(~found.crosses).tolist()
         for edge in inside:
             source, destination = found.source[edge], found.destination[edge]
@@ -390,7 +390,7 @@ class _KernelTablesBuilder:
         direct = self._direct and any(
             self._is_direct(found.receivers[edge]) for edge in (*arrivals, *departures)
         )
-        divides = final and step.stage != NOWHERE
+        divides = step.completes or (final and step.stage != NOWHERE)
         switched = bool((found.star[arrivals + departures] >= 0).any())
         return (own, kept, divides, direct, step.gathers, step.spreads, switched), arrivals, departures
 

@@ -40,7 +40,7 @@ from collectives.backends.backend import (
     StartedCall,
     group_of,
 )
-from collectives.backends.nccl.agreed_setup import AgreedSteps, describe_failure
+from collectives.backends.nccl.agreed_setup import AgreedStepFailed, AgreedSteps, describe_failure
 from collectives.backends.nccl.device_arenas import UNIT, count_ranks_per_gpu, open_device_arenas
 from collectives.backends.nccl.gpu_streams import (
     BoundProgram,
@@ -60,7 +60,8 @@ from collectives.backends.nccl.nccl_communicators import (
     ParentCommunicator,
     prepare_library,
 )
-from collectives.backends.nccl.window_engine import KEPT, BoundKernelPlan, WindowEngine
+from collectives.backends.nccl.relay_engine import RelayEngine, open_relay_engine
+from collectives.backends.nccl.window_engine import KEPT, BoundKernelPlan, WindowEngine, blocks_on
 from collectives.backends.stepped_program import program_of, waits_for
 from collectives.peers.address import address_among
 from collectives.peers.agreement import Gather, gather_or_raise
@@ -79,8 +80,9 @@ from collectives.tables.cupy_arrays import (
 )
 from collectives.tables.transfer_table import Given
 from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError
-from topoplan.model.window_engine import BLOCKS, SLOT_BYTES, WIDE_BLOCKS
-from topoplan.units import format_size
+from topoplan.model.window_engine import SLOT_BYTES
+from topoplan.plans.plan import Plan
+from topoplan.units import format_size, listed
 
 ENGINES = ("auto", "windows", "messages")
 
@@ -201,6 +203,7 @@ class NcclBackend(OneRank):
             "recovers": recovers,
             "region_bytes": region_bytes,
         }
+        self._region_bytes = region_bytes
         self._on_close: list[Callable[[], None]] = []
         self._programs: OrderedDict[Layout, tuple[BoundProgram, GraphReplays]] = OrderedDict()
         self._captures = 0
@@ -217,7 +220,9 @@ class NcclBackend(OneRank):
             self.library, cupy, world, device=self.arrays.device, timeout=timeout, parent=parent
         )
         self._guard = CollectiveGuard(world, self._connection, timeout=timeout)
+        self._guard.on_stop = self._stop_engines
         self._engine: WindowEngine | None = None
+        self._relayed: dict[tuple[str, ...], RelayEngine] = {}  # by the vertices of the plans
         try:
             self._connection.connect()
             self.about_engine = self._open_engine(region_bytes)
@@ -464,6 +469,9 @@ class NcclBackend(OneRank):
     def _run(self, call: Call[Any], stream: Any) -> None:
         self._settle()
         one, (source, result) = call.memory[0], _addresses(call)
+        if call.plan.helpers:
+            self._run_relayed(call, source, result, stream)
+            return
         engine = self._engine
         bound = None if engine is None else engine.place(call)
         if engine is not None and bound is not None:
@@ -500,8 +508,77 @@ class NcclBackend(OneRank):
                     self.arrays.kernels.divide(one.result, call.dtype, self.size)
                 self._wait()
 
+    def _run_relayed(self, call: Call[Any], source: int, result: int, stream: Any) -> None:
+        """Run a plan with relays, or refuse it on all ranks."""
+        signature = call.signature
+        self._agree(signature, 0)
+        if not len(call.table):
+            return
+        try:
+            engine = self._engine_with_relays(call.plan)
+            # no rank waits in a kernel while another one still loads it
+            if engine.kept(call) is None and not all(
+                self._steps().take(lambda: engine.place(call) is not None)
+            ):
+                raise UsageError(
+                    f"this plan is too large for a region of {format_size(engine.region.nbytes)}; "
+                    "give more region_bytes"
+                )
+            bound = engine.place(call)
+            assert bound is not None, "placed before"
+        except AgreedStepFailed as failed:  # arenas may differ from here on
+            raise BackendError(failed.reason, rank=failed.rank) from failed
+        except UsageError as refused:
+            raise RefusedError(
+                f"a plan with relays cannot run here: {refused}",
+                rank=self.rank,
+                by_all=True,
+                next_call=signature.call + 1,
+            ) from refused
+        with self._guard.watch(engine.progress, engine.waiting):
+            self._complete(self._start(engine, bound, source, result, stream, call, signature.call, None))
+
+    def _engine_with_relays(self, plan: Plan) -> RelayEngine:
+        """Return the engine of a plan's ranks and relays, which all ranks open with the first such plan.
+
+        UsageError, on all ranks, if there is none, or if it cannot run this plan.
+        """
+        if self._settings["engine"] == "messages":
+            raise UsageError('they need the windows engine, got engine="messages"; use engine="auto"')
+        engine = self._relayed.get(plan.vertices)
+        if engine is None:
+            found = open_relay_engine(
+                self._cupy,
+                plan,
+                self._steps(),
+                self.arrays.kernels,
+                self._streams.origin,
+                rank=self.rank,
+                device=self.arrays.device,
+                nbytes=self._region_bytes // 2 // UNIT * UNIT,
+                timeout=self._timeout,
+                exact=bool(self._settings["exact"]),
+            )
+            if isinstance(found, str):
+                raise UsageError(found)
+            engine = self._relayed[plan.vertices] = found
+            relays = listed(plan.vertices[self.size :])
+            self.about_engine += f"; windows over {engine.region.kind} with relays {relays}"
+        refusal = engine.refusal(plan)
+        if refusal:
+            raise UsageError(refusal)
+        return engine
+
+    def _steps(self) -> AgreedSteps:
+        return AgreedSteps(self._world, timeout=self._timeout, enter=self._enter)
+
     def _capture_for(self, call: Call[Any], user: Any, stream: Any) -> None:
         """Put a collective into the graph that the caller captures; all ranks do."""
+        if call.plan.helpers:
+            raise UsageError(
+                f"a graph cannot capture a plan with relays, got {listed(call.plan.helpers)}; run it outside of the "
+                "capture"
+            )
         engine = self._engine
         if engine is None or not engine.alone:
             raise UsageError(
@@ -539,7 +616,7 @@ class NcclBackend(OneRank):
         if wanted == "messages" or self.size == 1:
             return "messages"
         processors = self._cupy.cuda.Device(self.arrays.device).attributes["MultiProcessorCount"]
-        steps = AgreedSteps(self._world, timeout=self._timeout, enter=self._enter)
+        steps = self._steps()
         with self._gpu():
             found = open_device_arenas(
                 self._cupy,
@@ -556,8 +633,7 @@ class NcclBackend(OneRank):
                     raise no_windows(found)
                 return f"messages: {found}"
             each = processors // found.sharing
-            most = max(min(BLOCKS, each), min(WIDE_BLOCKS, each // 3))
-            blocks = -self._world.largest(-float(most), timeout=self._timeout)
+            blocks = -self._world.largest(-float(blocks_on(each)), timeout=self._timeout)
             # a kernel that waits for a peer must never keep NCCL's from starting, nor the other way round
             spare = -self._world.largest(-(each - blocks), timeout=self._timeout)
             kernels, origin = self.arrays.kernels, self._streams.origin
@@ -572,7 +648,6 @@ class NcclBackend(OneRank):
                 exact=bool(self._settings["exact"]),
                 beside=self._streams.beside if spare >= NCCL_BLOCKS else None,
             )
-            self._guard.on_stop = self._engine.stop
             if self._engine.alone:
                 self._engine.tell_call()  # loads the kernel before any rank waits in it
             origin.synchronize()
@@ -582,19 +657,29 @@ class NcclBackend(OneRank):
         return f"windows over {found.kind}{between}" + (f" ({found.why})" if found.why else "")
 
     def _leave_engine(self, *, together: bool) -> None:
-        """End the kernel, which nothing of NCCL can, and release its memory."""
-        if self._engine is None:
+        """End the kernels, which nothing of NCCL can, and release their memory."""
+        engines, in_graphs = self._engines, self._engine is not None and self._engine.in_graphs
+        if not engines:
             return
-        self._engine.stop()
+        self._stop_engines()
         ended = self._drain()
         steps = None
         if together and ended:
             steps = AgreedSteps(self._world, timeout=self._timeout, enter=self._enter, leaving=True)
         with self._gpu():
-            # the engine itself holds one array of the region
-            self._engine.region.close(steps, lent=1, used=self._engine.in_graphs)
-        if self._engine.in_graphs:
+            for engine in engines:  # which itself holds one array of its region
+                engine.region.close(steps, lent=1, used=in_graphs)
+        if self._engine is not None and in_graphs:
             _in_graphs.append(self._engine)
+
+    @property
+    def _engines(self) -> list[WindowEngine]:
+        """Return the engines that are open, in the same order on all ranks."""
+        return [*([] if self._engine is None else [self._engine]), *self._relayed.values()]
+
+    def _stop_engines(self) -> None:
+        for engine in self._engines:
+            engine.stop()
 
     def _ready(self, stream: Any) -> Any:
         """Return an event behind all queued work, including copies of a program's tables; valid until the next one."""
@@ -631,6 +716,7 @@ class NcclBackend(OneRank):
             number,
             engine.turn,
             digest,
+            engine,
             bound,
             ended,
             nbytes,
@@ -655,7 +741,7 @@ class NcclBackend(OneRank):
 
     def _has_succeeded(self, call: QueuedCall) -> bool:
         # the kernel tells a failure before it ends
-        return self._has_ended(call) and not (self._engine is not None and self._engine.failed)
+        return self._has_ended(call) and not call.engine.failed
 
     def _nothing_queued(self, engine: WindowEngine) -> bool:
         """Return whether no queued call is left to watch; end the communicator if one has failed, on guard's thread."""
@@ -688,8 +774,8 @@ class NcclBackend(OneRank):
         with may_query():
             ended = self._poll(lambda: call.over or self._has_ended(call), until)
             self._calls.retire()
-        if ended and not call.over and self._engine is not None:
-            self._check_queued(self._engine, call)
+        if ended and not call.over:
+            self._check_queued(call.engine, call)
         return ended
 
     def _check_queued(self, engine: WindowEngine, waited: QueuedCall | None = None) -> None:
@@ -737,7 +823,8 @@ class NcclBackend(OneRank):
             return
         peer, row = engine.waiting()
         if engine.late:
-            what = f"the kernel waited {2 * self._timeout:g} s for rank {peer}"
+            behind = f"rank {peer}" if peer is not None else "a relay of this rank"
+            what = f"the kernel waited {2 * self._timeout:g} s for {behind}"
             raise BackendError(what, rank=self.rank, peer=peer, step=row)
         raise self._first_report(BackendError(f"rank {peer} gave up", rank=self.rank, peer=peer))
 
@@ -909,11 +996,11 @@ class NcclBackend(OneRank):
 
     def _end_alone(self, failure: BackendError) -> None:
         self._guard.stop(failure)
-        engine = self._engine
         self._leave_engine(together=False)
-        if engine is not None and engine.waiting() != (None, None):
-            with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError), self._gpu():
-                failure.add_note(engine.state())
+        for engine in self._engines:
+            if engine.waiting() != (None, None):
+                with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError), self._gpu():
+                    failure.add_note(engine.state())
         self._drop_graphs()
         self._connection.wait_ended(ABORT_SECONDS)
         if not self._drain() and self._connection.parent is not None:
@@ -927,7 +1014,8 @@ class NcclBackend(OneRank):
         end = time.monotonic() + DRAIN_SECONDS
         runtime = self._cupy.cuda.runtime
         with contextlib.suppress(runtime.CUDARuntimeError), self._gpu():
-            for stream in (self._streams.beside, self._streams.origin):
+            relays = [relay.stream for engine in self._relayed.values() for relay in engine.relays]
+            for stream in (*relays, self._streams.beside, self._streams.origin):
                 while self._under_way(runtime.streamQuery(stream.ptr)):
                     if time.monotonic() > end:
                         return False

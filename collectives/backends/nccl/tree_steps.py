@@ -51,6 +51,7 @@ class ForestStep:
     - `behind`: the step whose sum it continues, or None.
     - `keeps`: another step continues its sum.
     - `last` of its rank and shard, relays aside.
+    - `completes`: its sum is that of all ranks, at a helper, which has no result (`topoplan.with_relays`).
     - `gathers`, `spreads`: the switch adds its arrivals, and copies its departures.
     """
 
@@ -65,6 +66,7 @@ class ForestStep:
     behind: ForestStep | None = None
     keeps: bool = False
     last: bool = True
+    completes: bool = False
     gathers: bool = False
     spreads: bool = False
 
@@ -103,10 +105,10 @@ def steps_of(
     copies: bool = False,
     apart: frozenset[tuple[int, int]] = frozenset(),
 ) -> ForestSteps:
-    """Return the steps of a plan's ranks; the results for the last 64 plans are kept.
+    """Return the steps of a plan's ranks and helpers; the results for the last 64 plans are kept.
 
-    `domains` has one number for each rank; empty if all are in one. `adds`, `copies`: whether switches that can are to
-    add, and to copy; not between ranks that are `apart`, pairs in both orders.
+    `domains` has one number for each rank and helper; empty if all are in one. `adds`, `copies`: whether switches that
+    can are to add, and to copy; not between ranks that are `apart`, pairs in both orders.
 
     >>> import topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[1, 4, 5, 7])
@@ -114,7 +116,7 @@ def steps_of(
     >>> [(step.shard, step.level, len(step.arrivals), len(step.departures)) for step in steps if step.rank == 1]
     [(0, 2, 2, 2), (1, 0, 0, 1), (1, 4, 1, 0)]
     """
-    domains = domains or (0,) * len(key.plan.ranks)
+    domains = domains or (0,) * len(key.plan.vertices)
     return _ForestStepsBuilder(key, domains, adds and not apart, copies and not apart, apart).build()
 
 
@@ -148,6 +150,8 @@ class _ForestStepsBuilder:
                 begun.add((shard, stage))
                 self._edge(destination, destination, shard, stage, add, row)
             self._edge(source, destination, shard, stage, add, row)
+        for step in self._made:
+            step.completes = self._completes(step)
         self._relay()
         star = self._found_stars()
         skipped = self._skipped_levels()
@@ -196,14 +200,29 @@ class _ForestStepsBuilder:
             gathers = add and (shard, stage) in self._stars
             takes = self._new(destination, shard, GIVEN if add and not gathers else NOWHERE)
             takes.gathers = gathers
-            if add:
+            if add or self._begins_sum(destination, shard, stage):
                 takes.stage = stage
-                if before is not None and before.arrivals and not gathers:
-                    before.keeps, takes.behind, takes.own = True, before, KEPT
+            if add and before is not None and before.arrivals and not gathers:
+                before.keeps, takes.behind, takes.own = True, before, KEPT
         takes.arrivals.append(edge)
         takes.phase = max(takes.phase, sends.phase + self._crosses(source, destination))
         self._senders.append(sends)
         self._receivers.append(takes)
+
+    def _completes(self, step: ForestStep) -> bool:
+        """Return whether a helper's step is the root's of the last reduction."""
+        plan = self._key.plan
+        if step.rank < len(plan.ranks) or not step.last or step.stage == NOWHERE:
+            return False
+        stages = plan.shards[step.shard].stages
+        return stages[step.stage].root == step.rank and all(
+            stage.op != "reduce" for stage in stages[step.stage + 1 :]
+        )
+
+    def _begins_sum(self, vertex: int, shard: int, stage: int) -> bool:
+        """Return whether what a vertex stores is the first operand of a sum: a helper has no input."""
+        plan = self._key.plan
+        return vertex >= len(plan.ranks) and plan.shards[shard].stages[stage].op == "reduce"
 
     def _relay(self) -> None:
         """Let senders keep data that is taken in a later phase, in which a relay sends it."""

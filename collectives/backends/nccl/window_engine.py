@@ -35,7 +35,7 @@ from collectives.tables.kernels.kernel_launch import Kernels
 from collectives.tables.kernels.source import TELL_CALL, forest_kernel, switch_adds
 from collectives.tables.lowering import PlanKey
 from collectives.tables.transfer_table import Given, TransferTable
-from topoplan.model.window_engine import SLOT_BYTES, SMALL_BLOCKS, SMALL_BYTES, WIDE_BLOCKS
+from topoplan.model.window_engine import BLOCKS, SLOT_BYTES, SMALL_BLOCKS, SMALL_BYTES, WIDE_BLOCKS
 from topoplan.model.window_slices import MOST_SLICES
 from topoplan.units import listed
 
@@ -64,6 +64,17 @@ another call.
 
 COMPLETE = 0xFFFFFFFF
 """Progress word of a block that has ended; as in ``forest.cu``."""
+
+
+def peer_and_row(word: int) -> tuple[int, int]:
+    """Return for which peer and row of the table a block waits, by its word (``forest.cu``)."""
+    return (word >> 24 & 0xFFFF) - 1, word & 0xFFFFFF
+
+
+def blocks_on(processors: int) -> int:
+    """Return the most blocks of a kernel on a GPU with so many multiprocessors."""
+    return max(min(BLOCKS, processors), min(WIDE_BLOCKS, processors // 3))
+
 
 Layout = tuple[TransferTable, str, str | None, Given, tuple[int, int], bool]
 """Key of a program: table, dtype, operation, input and result elements, and whether other ranks write to its result."""
@@ -95,7 +106,8 @@ class BoundKernelPlan:
     """A program whose tables lie on the GPU.
 
     `room` is a CuPy array for residual sums and messages, or None. `small`: every rank sends its input to all others.
-    `kept` holds the CuPy arrays that the jobs point to. `alone`: no rank sends messages.
+    `kept` holds the CuPy arrays that the jobs point to. `alone`: no rank sends messages, and there are no relays.
+    `relays`: the programs of this rank's relays (`relay_engine`).
     """
 
     kernel: Any
@@ -106,6 +118,7 @@ class BoundKernelPlan:
     small: bool
     kept: list[Any]
     alone: bool = True
+    relays: tuple[BoundKernelPlan, ...] = ()
 
     @property
     def slices(self) -> int:
@@ -127,6 +140,7 @@ class WindowEngine:
     - `exact`: sums have the plan's bits. Without it a switch that can add does so, in any order.
     - `beside`: a stream for the messages of buffers in slices. None, on all ranks, if kernels and messages cannot run
       at once; no buffer is cut then.
+    - `ranks`: how many of the region's arenas belong to ranks, the first ones, by default all; the others are relays'.
 
     `alone`: all ranks are in one domain. `about_pairs`: why pairs of GPUs in the plans so far exchange messages, in one
     line; the same on all ranks, and empty without such pairs.
@@ -146,8 +160,10 @@ class WindowEngine:
         room_bytes: int | None = None,
         exact: bool = True,
         beside: Any = None,
+        ranks: int | None = None,
     ) -> None:
         self._cupy: Any = cupy
+        self._ranks = region.size if ranks is None else ranks
         self._kernels = kernels
         self.region = region
         self._stream = stream
@@ -328,23 +344,38 @@ class WindowEngine:
         Between two kernels it is the peer whose message the next one needs, if there is only one.
         """
         running = self._running
-        # other blocks have words of an earlier program
-        count = 0 if running is None else max((one.grid for one in running.launches), default=0)
-        words = [word for word in self._page[FIRST_BLOCK + 1 :: 2][:count].tolist() if word]
-        if words:
-            small = running is not None and running.small
-            return (min(words) >> 24 & 0xFFFF) - 1, None if small else min(words) & 0xFFFFFF
+        word = self.earliest_wait()
+        if word is not None:
+            peer, row = peer_and_row(word)
+            return peer, None if running is not None and running.small else row
         blocks = self._page[FIRST_BLOCK::2].tolist()
         launches = () if running is None else running.launches
         for number, one in enumerate(launches):
-            # words only grow during a call
-            if one.job is None or min(blocks[: one.grid]) >= number << 32 | COMPLETE:
+            if self._has_ended(number, one):
                 continue
             if one.follows is None or any(block >> 32 == number for block in blocks):
                 break
             peers = {message.peer for message in launches[one.follows].messages if not message.sends}
             return (peers.pop(), None) if len(peers) == 1 else (None, None)
         return None, None
+
+    def stands_still(self) -> bool:
+        """Return whether a kernel of the running program has not ended, and no block of it waits for a peer."""
+        launches = () if self._running is None else self._running.launches
+        ended = all(self._has_ended(number, one) for number, one in enumerate(launches))
+        return not ended and self.earliest_wait() is None
+
+    def _has_ended(self, number: int, launch: KernelLaunch) -> bool:
+        """Return whether the blocks of a launch have ended; their words only grow during a call."""
+        blocks = self._page[FIRST_BLOCK::2][: launch.grid].tolist()
+        return launch.job is None or min(blocks) >= number << 32 | COMPLETE
+
+    def earliest_wait(self) -> int | None:
+        """Return the word of the block that waits in the earliest round (``forest.cu``); None if no block waits."""
+        running = self._running
+        # other blocks have words of an earlier program
+        count = 0 if running is None else max((one.grid for one in running.launches), default=0)
+        return min((word for word in self._page[FIRST_BLOCK + 1 :: 2][:count].tolist() if word), default=None)
 
     def state(self) -> str:
         """Return the contents of the page and the flags, a line for each block and each flag that it waits for.
@@ -506,7 +537,8 @@ class WindowEngine:
                 copies=copies,
             )
             if plan.apart:
-                pairs = sorted(f"{call.plan.ranks[a]}-{call.plan.ranks[b]}" for a, b in plan.apart if a < b)
+                names = call.plan.vertices
+                pairs = sorted(f"{names[a]}-{names[b]}" for a, b in plan.apart if a < b)
                 why = "where no copy ends" if plan.ends_nowhere else "without peer access"
                 self.about_pairs = f"messages for {listed(pairs, noun='pairs')}, {why}"
             if self._base + plan.nbytes > self._end or plan.most_ends > MOST_ENDS:
@@ -545,7 +577,7 @@ class WindowEngine:
             *(self._arenas.data.ptr, self.region.multicast, self._dead.data.ptr),
             *(others, gave_up, self._memory.ptr),
             *(self.region.rank, self.region.size),
-            *(int(min(2e9 * self._timeout, LONGEST_WAIT)), self._calls_at),
+            *(int(min(2e9 * self._timeout, LONGEST_WAIT)), self._calls_at, self._ranks),
         ]
         return self._cupy.asarray(np.array([*control, *numbers], dtype=np.int64))
 

@@ -42,6 +42,7 @@ struct Control {
     long long rank, ranks;
     long long timeout;                 // nanoseconds that this rank waits for a chunk
     long long calls;                   // offset in each arena of what the ranks tell of their calls
+    long long divisor;                 // of averages: the number of ranks, without helpers
 };
 
 struct Job {
@@ -406,7 +407,7 @@ struct Block {
         Element* const kept = step.kept < 0 ? nullptr : buffer(step.kept) + (first - step.kept_first);
         const Chunk<Element, Operation, Last> chunk = {
             places, places + step.arrivals, (int)step.arrivals, (int)step.departures, own, kept,
-            step.final ? job.control.ranks : 0};
+            step.final ? job.control.divisor : 0};
         const Element* const direct = step.direct ? (const Element*)result + first : nullptr;
         const bool whole =
             ((unsigned long long)own | (unsigned long long)kept | (unsigned long long)direct) % VECTOR == 0;
@@ -573,7 +574,7 @@ struct Exchange {
 #pragma unroll
         for (int l = 0; l < LANES; ++l)
             if (unit * LANES + l < job.count)
-                in_global_memory(result)[unit * LANES + l] = Last::result(sum.lane[l], job.control.ranks);
+                in_global_memory(result)[unit * LANES + l] = Last::result(sum.lane[l], job.control.divisor);
         return true;
     }
 

@@ -15,7 +15,7 @@ import pytest
 
 from collectives import Communicator, lower
 from collectives.backends.backend import RankArrays
-from collectives.backends.nccl import nccl_backend
+from collectives.backends.nccl import nccl_backend, window_engine
 from collectives.backends.nccl.kernel_program import KernelPlan
 from collectives.backends.nccl.nccl_backend import NcclBackend
 from collectives.backends.nccl.window_engine import COMPLETE, FIRST_BLOCK
@@ -302,7 +302,7 @@ def test_all_ranks_cut_buffers_if_each_gpu_has_room_for_both_kernels(
         engine = engine_of(comm)
         return engine.blocks, engine._beside is not None
 
-    monkeypatch.setattr(nccl_backend, "WIDE_BLOCKS", 24)
+    monkeypatch.setattr(window_engine, "WIDE_BLOCKS", 24)
     assert outcome(on_every_rank(cupy, PLAN, task, **OPTIONS)) == [(24, overlaps)] * 4
 
 

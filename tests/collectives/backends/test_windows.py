@@ -533,7 +533,7 @@ def test_all_ranks_refuse_an_unavailable_engine(machine: Machine, cupy: ModuleTy
 def test_lost_stores(machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, far: int) -> None:
     """Copies through the host may get through where stores of a kernel do not: rank 1's stores to one rank are lost."""
     machine.gpus, machine.peers = 3, True
-    genuine = device_arenas._CudaArenas._reach
+    genuine = device_arenas.CudaArenas._reach
 
     def elsewhere(mapped: Any, given: Any) -> list[int]:
         seen = genuine(mapped, given)
@@ -541,7 +541,7 @@ def test_lost_stores(machine: Machine, cupy: ModuleType, monkeypatch: pytest.Mon
             seen[far] = machine.allocate(1 << 10)
         return seen
 
-    monkeypatch.setattr(device_arenas._CudaArenas, "_reach", elsewhere)
+    monkeypatch.setattr(device_arenas.CudaArenas, "_reach", elsewhere)
     monkeypatch.setattr(device_arenas, "TRIAL_SECONDS", 0.5)
     said = outcome(run_engine(cupy, 3, about_engine))
     assert len(set(said)) == 1
@@ -553,14 +553,14 @@ def test_lost_stores(machine: Machine, cupy: ModuleType, monkeypatch: pytest.Mon
 
 def test_a_failed_trial_ends_all(machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.gpus, machine.peers = 3, True
-    genuine = device_arenas._PeerTrial._run
+    genuine = device_arenas.PeerTrial.run
 
     def fails(trial: Any, flags: Any, seconds: float) -> None:
         if machine.device == 1:
             raise UsageError("cannot launch")
         genuine(trial, flags, seconds)
 
-    monkeypatch.setattr(device_arenas._PeerTrial, "_run", fails)
+    monkeypatch.setattr(device_arenas.PeerTrial, "run", fails)
     said = outcome(run_engine(cupy, 3, about_engine))
     assert set(said) == {said[0]}
     assert said[0].endswith("; and rank 1: cannot launch")

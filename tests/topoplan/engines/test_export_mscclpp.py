@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
@@ -19,6 +20,7 @@ from topoplan.engines.mscclpp_read import ExecutionPlanFile, read_plan_file
 from topoplan.engines.mscclpp_read_back import check_execution_plan
 from topoplan.engines.registry import export_machine, export_plan
 from topoplan.engines.verdict import EngineVerdict, machine_loads
+from topoplan.machine.topology import Device, Link, facts
 from topoplan.machine.variants import with_all_capabilities
 from topoplan.plans.shards import Shard
 
@@ -213,3 +215,47 @@ def test_the_file_has_the_keys_of_the_engine() -> None:
     assert value["collective"] == "allreduce"
     assert list(value)[:6] == ["name", "collective", "protocol", "inplace", "reuse_resources", "gpus"]
     assert text.count('{"id"') == sum(len(gpu["threadblocks"]) + 1 for gpu in value["gpus"])
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "broadcast", "allgather"])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_ranks_read_what_they_pull(collective: str, every: int) -> None:
+    """Whether all edges are pulled or some, what a file moves over each pair stays the same, in any order of blocks."""
+    machine = topoplan.load("dgx-1v")
+    pairs = sorted(
+        {(link.src, link.dst) for link in machine.links if {link.src, link.dst} <= {*machine.gpus}}
+    )
+    known = {
+        name: ",".join(source for source, destination in pairs[::every] if destination == name)
+        for name in machine.gpus
+    }
+    devices = tuple(
+        replace(one, facts=(*one.facts, *facts(pulls=known[one.name]))) if known.get(one.name) else one
+        for one in machine.devices
+    )
+    plan, pushed = (
+        topoplan.plan(replace(machine, devices=devices), collective),
+        topoplan.plan(machine, collective),
+    )
+    text = export_plan(plan, "mscclpp", Choices()).text
+    assert exported(plan)[1].traffic == exported(pushed)[1].traffic
+    assert '"get"' in text
+    assert ('"put"' in text or '"rres"' in text) == (every > 1)
+    assert '"get"' not in export_plan(pushed, "mscclpp", Choices()).text
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "broadcast"])
+def test_a_file_keeps_the_rate_of_edges_that_are_pulled(collective: str) -> None:
+    """Writes of these GPUs take twenty times as long as reads."""
+    gpus = tuple(Device(f"gpu{gpu}", "gpu", "s") for gpu in range(3))
+    links = tuple(
+        Link(f"gpu{a}", f"gpu{b}", "pcie", 52, push=2.6, pull=52)
+        for a in range(3)
+        for b in range(3)
+        if a != b
+    )
+    plan = topoplan.plan(Topology("slow writes", gpus, links), collective)
+    assert stated_rate(plan) == pytest.approx(plan.rate)
+    assert not any(
+        "GB/s; the windows engine" in note for note in export_plan(plan, "mscclpp", Choices()).notes
+    )
