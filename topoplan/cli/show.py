@@ -319,7 +319,7 @@ def _summary(topology: Topology, room: int) -> Iterator[str]:
 
 
 def _server_line(groups: Sequence[Sequence[str]]) -> str:
-    """Return the line of the servers that are shown, each with those that it stands for."""
+    """Return the line of the servers that are shown, each with the number for which it stands."""
     texts, left = folded([_group_text(group) for group in groups], 3)
     return "".join(labelled(("servers", ", ".join(texts) + (f" and {left} more kinds" if left else ""))))
 
