@@ -134,10 +134,12 @@ def check_helpers(plans: Plans, backend: str | Backend[Any]) -> None:
     processes = None if isinstance(backend, str) else backend.helpers
     record = BACKENDS.get(name.removeprefix("paced "))
     for plan in plans.plans:
-        if plan.helpers and not (record and record.helpers):
+        gpus = all(plan.topology.device(name).kind == "gpu" for name in plan.helpers)
+        if plan.helpers and not (record and (record.helpers or (record.relays and gpus))):
+            able = "loopback-gpu, shared, mpi, nccl or tcp" if gpus else "loopback-gpu, shared, mpi or tcp"
             raise UsageError(
                 f"{plan.helpers[0]} is a helper rank in this plan, and the {name} back end has none; use loopback, "
-                "loopback-gpu, shared, mpi, nccl or tcp, or leave the helpers out of the machine"
+                f"{able}, or leave the helpers out of the machine"
             )
         if plan.helpers and processes is not None:
             needed = len(plan.vertices) - len(plan.ranks)
@@ -242,8 +244,8 @@ class BackendRecord:
     - `agrees`: without a plan its ranks, processes without GPUs, can agree on one for where they run.
     - `engines`: it can move data between GPUs in several ways.
     - `paced`: it can limit links to the bandwidths of the plan's machine.
-    - `helpers`: it runs helper ranks: tcp has a process for each; ranks that share memory do their additions;
-      nccl has relays, which a rank's process runs.
+    - `helpers`: it runs helper ranks: tcp has a process for each; ranks that share memory do their additions.
+    - `relays`: it runs helpers that are GPUs: a rank's process runs the kernel of each.
     """
 
     open: Callable[[Plans | None, BackendSettings], Backend[Any]]
@@ -254,6 +256,7 @@ class BackendRecord:
     engines: bool = False
     paced: bool = False
     helpers: bool = False
+    relays: bool = False
 
 
 BACKENDS = {
@@ -266,7 +269,7 @@ BACKENDS = {
         agrees=True,
         helpers=True,
     ),
-    "nccl": BackendRecord(_nccl, _join_nccl, CUPY, engines=True, helpers=True),
+    "nccl": BackendRecord(_nccl, _join_nccl, CUPY, engines=True, relays=True),
     "shared": BackendRecord(_shared, _join_shared, agrees=True, helpers=True),
     "tcp": BackendRecord(_tcp, _join_tcp, agrees=True, paced=True, helpers=True),
     "torch": BackendRecord(

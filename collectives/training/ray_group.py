@@ -12,10 +12,6 @@ import time
 from typing import Any
 
 import numpy as np
-import ray
-from ray.util.collective.backend_registry import register_collective_backend
-from ray.util.collective.collective_group.base_collective_group import BaseGroup
-from ray.util.collective.types import ReduceOp
 
 from collectives.backends.backend import Backend
 from collectives.backends.shared.shared_backend import SharedBackend
@@ -26,7 +22,8 @@ from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plans
 
-OPERATIONS = {ReduceOp.SUM: "sum", ReduceOp.PRODUCT: "prod", ReduceOp.MIN: "min", ReduceOp.MAX: "max"}
+OPERATIONS = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max"}
+"""Our operations by the names of Ray's."""
 
 POLL_SECONDS = 0.02
 """Seconds between two questions for a message or address that is not there yet."""
@@ -55,7 +52,7 @@ def register(
     Raises
     ------
     UsageError
-        The back end or the timeout is not as stated.
+        The back end or the timeout is not as stated, or Ray is not installed.
     """
     if backend not in ("auto", "shared", "tcp"):
         raise UsageError(
@@ -63,12 +60,13 @@ def register(
         )
     if not timeout > 0:
         raise UsageError(f"timeout must be above 0 s, got {timeout}")
-    group = type(
-        "PlannedGroup",
-        (RayGroup,),
-        {"plan": plan, "kind": backend, "timeout": timeout, "given_name": name.upper()},
-    )
-    register_collective_backend(name, group)
+    try:
+        from ray.util.collective.backend_registry import register_collective_backend
+        from ray.util.collective.collective_group.base_collective_group import BaseGroup
+    except ImportError as error:
+        raise UsageError(f'groups of Ray need Ray ({error}): pip install "topoplan[ray]"') from None
+    settings = {"plan": plan, "kind": backend, "timeout": timeout, "given_name": name.upper()}
+    register_collective_backend(name, type("PlannedGroup", (RayGroup, BaseGroup), settings))
 
 
 class _Mailbox:
@@ -87,8 +85,8 @@ class _Mailbox:
         return self.kept.pop(key, None)
 
 
-class RayGroup(BaseGroup):  # type: ignore[misc]
-    """A group of actors; `register` makes a class of it with a plan.
+class RayGroup:
+    """A group of actors; `register` makes a class of it, with a plan and Ray's base class.
 
     Tensors are numpy arrays, or tensors of torch in the memory of the host, of any shape. Results are in the tensors,
     as Ray's groups have them. `BackendError` is raised on all ranks if one fails, `UsageError` if an argument is wrong.
@@ -98,9 +96,16 @@ class RayGroup(BaseGroup):  # type: ignore[misc]
     kind = "auto"
     timeout = 30.0
     given_name = "TOPOPLAN"
+    # of Ray's base class
+    world_size: int
+    rank: int
+    group_name: str
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
-        super().__init__(world_size, rank, group_name)
+        import ray
+
+        super().__init__(world_size, rank, group_name)  # type: ignore[call-arg]
+        self._ray = ray
         self._sent: dict[int, int] = {}
         self._received: dict[int, int] = {}
         self._rendezvous: Rendezvous | None = None
@@ -120,10 +125,10 @@ class RayGroup(BaseGroup):  # type: ignore[misc]
         """Return the back end of this rank, once all ranks have told their nodes."""
         size, rank = self.world_size, self.rank
         if rank == 0:
-            token, host = secrets.token_hex(16), ray.util.get_node_ip_address()
+            token, host = secrets.token_hex(16), self._ray.util.get_node_ip_address()
             self._rendezvous = Rendezvous(f"{host}:0#{token}", size, host=0, job_made=True).start()
             self._put(("address",), f"{self._rendezvous.address}#{token}")
-        self._put(("node", rank), ray.get_runtime_context().get_node_id())
+        self._put(("node", rank), self._ray.get_runtime_context().get_node_id())
         address = self._wait(("address",), "look", "rank 0 opens no rendezvous")
         nodes = {self._wait(("node", one), "look", f"rank {one} is not there") for one in range(size)}
         if self.kind == "shared" and len(nodes) > 1:
@@ -135,11 +140,11 @@ class RayGroup(BaseGroup):  # type: ignore[misc]
         return SharedBackend.met_at(address, rank, size, timeout=self.timeout)
 
     def _put(self, key: tuple[object, ...], value: Any) -> None:
-        ray.get(self._mailbox.put.remote(key, value))
+        self._ray.get(self._mailbox.put.remote(key, value))
 
     def _wait(self, key: tuple[object, ...], how: str, problem: str) -> Any:
         until = time.monotonic() + self.timeout
-        while (found := ray.get(getattr(self._mailbox, how).remote(key))) is None:
+        while (found := self._ray.get(getattr(self._mailbox, how).remote(key))) is None:
             if time.monotonic() > until:
                 raise TimeoutError(f"group {self.group_name!r}: {problem} after {self.timeout:g} s")
             time.sleep(POLL_SECONDS)
@@ -163,14 +168,14 @@ class RayGroup(BaseGroup):  # type: ignore[misc]
 
     def allreduce(self, tensor: list[Any], allreduce_options: Any) -> None:
         array = _only(tensor)
-        _fill(array, self.communicator.all_reduce(array, op=OPERATIONS[allreduce_options.reduceOp]))
+        _fill(array, self.communicator.all_reduce(array, op=OPERATIONS[allreduce_options.reduceOp.name]))
 
     def barrier(self, barrier_options: Any = None) -> None:
         self.communicator.barrier()
 
     def reduce(self, tensor: list[Any], reduce_options: Any) -> None:
         array, root = _only(tensor), reduce_options.root_rank
-        found = self.communicator.reduce(array, root=root, op=OPERATIONS[reduce_options.reduceOp])
+        found = self.communicator.reduce(array, root=root, op=OPERATIONS[reduce_options.reduceOp.name])
         if self.rank == root:
             _fill(array, found)
 
@@ -191,7 +196,9 @@ class RayGroup(BaseGroup):  # type: ignore[misc]
     ) -> None:
         out, given = _only(tensor), [_array(one) for one in _blocks(tensor_list, self.world_size)]
         whole = np.concatenate([one.ravel() for one in given])
-        _fill(out, self.communicator.reduce_scatter(whole, op=OPERATIONS[reducescatter_options.reduceOp]))
+        _fill(
+            out, self.communicator.reduce_scatter(whole, op=OPERATIONS[reducescatter_options.reduceOp.name])
+        )
 
     def send(self, tensor: list[Any], send_options: Any) -> None:
         peer = send_options.dst_rank

@@ -148,7 +148,7 @@ def plan_late(
     >>> import topoplan
     >>> made = plan_late("dgx-h100", {3: 0.00417}, nbytes="1GB")
     >>> made.rate_after, made.bound_after, round(made.waiting / made.seconds, 2)
-    (450.0, 450.0, 1.27)
+    (450.0, 450.0, 1.25)
     """
     asked = Allocation.of(topology, gpus=gpus)
     size = len(asked.gpus)

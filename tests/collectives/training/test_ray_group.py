@@ -6,33 +6,24 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from collectives.training import ray_group
 from tests.jobs.ray_actors import PLAN, SIZE, exercise, expected, options
 from tests.support import fake_ray
 from tests.support.checkout import ROOT
 from topoplan.errors import UsageError
 
-NAME = "collectives.training.ray_group"
-
 
 @pytest.fixture
-def door(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Iterator[tuple[ModuleType, dict[str, type]]]:
-    """Return the module with the stand-in, and what it registers."""
-    registered = fake_ray.install(monkeypatch, nodes=getattr(request, "param", 1))
-    sys.modules.pop(NAME, None)
-    yield import_module(NAME), registered
-    sys.modules.pop(NAME, None)
+def registered(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> dict[str, type]:
+    """Return what is registered with the stand-in, by name; its parameter is the number of nodes."""
+    return fake_ray.install(monkeypatch, nodes=getattr(request, "param", 1))
 
 
 def run(made: type, rank: int) -> tuple[dict[str, Any], str]:
@@ -57,15 +48,15 @@ def run(made: type, rank: int) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.parametrize(
-    ("door", "backend", "runs"),
+    ("registered", "backend", "runs"),
     [(1, "auto", "shared"), (2, "auto", "tcp"), (1, "tcp", "tcp")],
-    indirect=["door"],
+    indirect=["registered"],
 )
 def test_every_method_of_a_group_gives_what_ray_s_groups_give(
-    door: tuple[ModuleType, dict[str, type]], backend: str, runs: str
+    registered: dict[str, type], backend: str, runs: str
 ) -> None:
-    door[0].register(PLAN, backend=backend)
-    made = door[1]["TOPOPLAN"]
+    ray_group.register(PLAN, backend=backend)
+    made = registered["TOPOPLAN"]
     assert (made.backend(), made.check_backend_availability()) == ("TOPOPLAN", True)  # type: ignore[attr-defined]
     with ThreadPoolExecutor(SIZE) as pool:
         ended = list(pool.map(lambda rank: run(made, rank), range(SIZE)))
@@ -75,8 +66,7 @@ def test_every_method_of_a_group_gives_what_ray_s_groups_give(
         assert found == expected(rank)
 
 
-def test_wrong_arguments_are_refused_in_one_line(door: tuple[ModuleType, dict[str, type]]) -> None:
-    ray_group, _ = door
+def test_wrong_arguments_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for given, words in (({"backend": "gloo"}, "auto, shared or tcp"), ({"timeout": 0}, "above 0 s")):
         with pytest.raises(UsageError, match=words):
             ray_group.register(PLAN, **given)
@@ -89,6 +79,9 @@ def test_wrong_arguments_are_refused_in_one_line(door: tuple[ModuleType, dict[st
     ):
         with pytest.raises(UsageError, match=words):
             call()
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UsageError, match=r"groups of Ray need Ray .*: pip install"):
+        ray_group.register(PLAN)
 
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="in actors of Ray: pip install ray")

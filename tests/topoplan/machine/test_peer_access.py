@@ -13,6 +13,7 @@ import pytest
 import topoplan
 from tests.support.host_trees import hosts, optimum
 from tests.support.refusals import refused
+from topoplan.engines.exported import Choices
 from topoplan.engines.mscclpp_write import execution_plan
 from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.machine.fabric import Fabric
@@ -270,10 +271,11 @@ def test_mscclpp_refuses_a_pair_that_cannot_do_what_the_file_has_it_do(
 
 
 def test_mscclpp_states_the_rate_of_the_access_that_it_takes() -> None:
-    """A file puts the data of an allgather: 2 of 3 blocks cross each link, or as many as the plan says, at 2.6 GB/s."""
+    """A file gets where the plan pulls. Packets are put: 2 of 3 blocks, or as planned, cross a link at 2.6 GB/s."""
     plan = topoplan.plan(accessed(2.6, 52), "allgather")
     loads = topoplan.verify(plan).loads
-    made = execution_plan(plan)
+    assert execution_plan(plan).notes[0].startswith("keeps 156 GB/s, all of the rate")
+    made = execution_plan(plan, Choices(protocol="ll"))
     limit = min(2.6 / load for (src, dst), load in loads.items() if (int(src[3]) + 1) % 3 == int(dst[3]))
     assert made.notes[0].startswith(f"at most {limit:.6g} GB/s, ")
     assert any("gpu0>gpu1 pushed at 2.6 of 52 GB/s" in note for note in made.notes)
