@@ -141,7 +141,7 @@ def _environment_by_kind(options: argparse.Namespace) -> tuple[Exported, tuple[s
     if len(texts) > 1:
         return None
     if options.server is not None:
-        server_number(cluster, options.server, "--server")
+        cluster.place(server_number(cluster, options.server, "--server"))
     return nccl_environment(few), cluster.notes
 
 

@@ -406,8 +406,12 @@ def _late_facts(held: LatePlan) -> list[tuple[str, str]]:
         (
             "time",
             f"{format_seconds(held.seconds)} from the first call, {format_seconds(held.seconds - held.arrival)} after "
-            f"the last; at least {format_seconds(held.bound)} and "
-            f"{format_seconds(held.nbytes / held.bound_after * 1e-9)} without start-ups",
+            "the last",
+        ),
+        (
+            "at least",
+            f"{format_seconds(held.bound)} and {format_seconds(held.nbytes / held.bound_after * 1e-9)}, without "
+            "start-ups and in-network reduction",
         ),
         (
             "waiting",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fractions import Fraction
 from itertools import combinations
 from typing import TYPE_CHECKING
@@ -223,7 +223,7 @@ def run(options: argparse.Namespace) -> Answer:
     from topoplan.cli.plan_cluster import large_cluster
 
     cluster = None if options.all or options.json or options.plot else large_cluster(options, ())
-    if cluster is not None:
+    if cluster is not None and all(cluster.gpus_of_kind[kind] for kind, count in cluster.runs if count):
         return _shown_by_kind(cluster)
     return _shown(read_machine(options).topology, every=options.all)
 
@@ -274,7 +274,16 @@ def _shown_by_kind(cluster: ClusterByKind) -> Answer:
         ]
         yield printable(f"{cluster.name}: {', '.join(parts)}")
         yield _server_line([*kinds.values()])
-        yield from _devices(few, DEFAULT_LINES - 4 - min(5, len(notes)))
+        stated = asdict(cluster.network)
+        yield from labelled(
+            (
+                "network",
+                ", ".join(
+                    [stated.pop("kind"), *(f"{n.replace('_', ' ')} {v:g}" for n, v in stated.items() if v)]
+                ),
+            )
+        )
+        yield from _devices(few, DEFAULT_LINES - 5 - min(5, len(notes)))
 
     return Answer(text=text, notes=notes)
 

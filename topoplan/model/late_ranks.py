@@ -44,8 +44,10 @@ from topoplan.plans.shards import Edge, Shard, Stage
 from topoplan.plans.verify import verify
 from topoplan.schedules.routes import DirectRoutes, edge_along
 from topoplan.solve.cuts_and_partitions import FlowNetwork, best_bound, bounded_plan, whole_capacities
+from topoplan.solve.packing.column_generation import GUIDED_ROWS
 from topoplan.solve.planner import plan as plan_together
 from topoplan.solve.simplex.exact_simplex import PackingSimplex
+from topoplan.solve.simplex.guided_simplex import GuidedSimplex
 from topoplan.units import exact, nearest_float, parse_size
 
 LATE = "late ranks"
@@ -57,6 +59,12 @@ DELAY_PARTS = 64
 
 LONGEST_DELAY = 64
 """Times of the usual plan above which a longer delay changes no share."""
+
+MOST_RANKS = 128
+"""GPUs up to which late ranks are planned: 128 take 20 seconds, and the time grows faster than their square."""
+
+MOST_GUIDED = 1 << 31
+"""Entries up to which a large program is solved in floats and confirmed exactly."""
 
 MOST_TRANSFERS = 100_000
 """Transfers of chunks up to which a plan is simulated with the chunks that the closed form finds best."""
@@ -79,10 +87,10 @@ class LatePlan:
         Bytes of the buffer.
     seconds, usual, waiting : float
         Seconds from the call of the first rank until the last one has the result, by the event simulation: of this
-        plan, of the usual plan with the ranks held back, and if all ranks wait for the latest and then run the usual
-        plan.
+        plan, of the usual plan with the ranks held back or all waiting, whichever takes less, and if all ranks wait
+        for the latest and then run the usual plan.
     bound : float
-        Seconds from the call of the first rank that no plan beats, without start-ups.
+        Seconds from the call of the first rank that no plan beats without in-network reduction, without start-ups.
     rate_after, bound_after : float
         GB/s of the buffer after the arrival of the latest rank, once the others have added up their buffers: by the
         loads of the links, and the most of any plan. ``rate_after`` of the usual plan is its own rate.
@@ -132,7 +140,8 @@ def plan_late(
     Raises
     ------
     UsageError
-        An unknown rank, seconds that are negative or not finite, no late rank, a single GPU, or as `topoplan.plan`.
+        An unknown rank, seconds that are negative or not finite, no late rank, a single GPU or more than `MOST_RANKS`,
+        switches that add, or as `topoplan.plan`.
     InfeasibleError
         As `topoplan.plan`.
 
@@ -158,6 +167,8 @@ def plan_late(
         raise UsageError(f"nbytes must be above 0, got {size_in_bytes}; give the size of the buffer")
     usual = plan_together(asked.machine, gpus=asked.gpus, channels=channels, progress=progress)
     fabric = Fabric(usual.topology, usual.channels)
+    if fabric.in_network:
+        raise UsageError("late ranks need a machine whose switches do not add; leave --in-network out")
     arrival = max(late.values())
     latest = min(rank for rank, seconds in late.items() if seconds == arrival)
     bounds = {rank: _bound_after(fabric, rank) for rank in late}
@@ -168,7 +179,9 @@ def plan_late(
     if shards:
         candidates.append(bounded_plan(fabric, "allreduce", shards, LATE))
         verify(candidates[-1])
+    waiting = arrival + _simulated(usual, size_in_bytes, {})
     times = [_simulated(one, size_in_bytes, late) for one in candidates]
+    times[0] = min(times[0], waiting)
     best = min(range(len(times)), key=lambda place: (times[place], place))
     return LatePlan(
         plan=candidates[best],
@@ -176,7 +189,7 @@ def plan_late(
         nbytes=size_in_bytes,
         seconds=times[best],
         usual=times[0],
-        waiting=arrival + _simulated(usual, size_in_bytes, {}),
+        waiting=waiting,
         bound=max(least, size_in_bytes / (usual.bound * 1e9)),
         rate_after=nearest_float(_rate_after(shards, fabric, latest)) if best else usual.rate,
         bound_after=nearest_float(bounds[latest]),
@@ -184,8 +197,8 @@ def plan_late(
 
 
 def _check(late: Mapping[int, float], size: int, channels: str) -> None:
-    if size < 2:
-        raise UsageError(f"late ranks need at least 2 GPUs, got {size}; add GPUs")
+    if not 2 <= size <= MOST_RANKS:
+        raise UsageError(f"late ranks need 2 to {MOST_RANKS} GPUs, got {size}; choose others with gpus")
     if not late:
         raise UsageError("late must name a rank, got none; give a rank and its seconds, or use topoplan.plan")
     for rank, seconds in sorted(late.items()):
@@ -295,15 +308,23 @@ def _best_shares(
     Columns are x(T) / t. The second rows, of all loads, are those of the module's formula divided by t.
     """
     capacity, scale = whole_capacities(fabric)
-    columns = []
-    for stages in trees:
-        shard = Shard(Fraction(1), stages)
-        whole = link_loads([shard], fabric)
-        early = [load - delay * Fraction(c, scale) for load, c in zip(whole, capacity, strict=True)]
-        columns.append([*_loads_after([shard], fabric, latest), *early])
-    unit = lcm(*(load.denominator for column in columns for load in column))
-    program = PackingSimplex([*capacity, *capacity])
-    program.add([[int(load * unit) for load in column] for column in columns], [1] * len(trees))
+    shards = [Shard(Fraction(1), stages) for stages in trees]
+    after = [_loads_after([shard], fabric, latest) for shard in shards]
+    whole = [link_loads([shard], fabric) for shard in shards]
+    # bytes that cross a link before the arrival are rounded down, or the numbers had hundreds of bits
+    unit = DELAY_PARTS * lcm(*(load.denominator for loads in (*after, *whole) for load in loads))
+    before = [math.floor(delay * c * unit / scale) for c in capacity]
+    columns = [
+        [
+            *(int(load * unit) for load in late),
+            *(int(load * unit) - early for load, early in zip(loads, before, strict=True)),
+        ]
+        for late, loads in zip(after, whole, strict=True)
+    ]
+    limits = [*capacity, *capacity]
+    guided = len(limits) >= GUIDED_ROWS and max(map(abs, chain(*columns))) < MOST_GUIDED
+    program: PackingSimplex | GuidedSimplex = GuidedSimplex(limits) if guided else PackingSimplex(limits)
+    program.add(columns, [1] * len(trees))
     program.optimise()
     found = {place: share for place, share in program.solution().items() if share}
     total = sum(found.values(), Fraction(0))

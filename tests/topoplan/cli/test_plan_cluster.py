@@ -167,7 +167,11 @@ def test_a_large_cluster_is_shown_by_its_kinds_of_servers(done: Done) -> None:
     listed, shown = (done(f"show dgx-h100 --nic-gbps 400 --servers {n}").splitlines() for n in (4, 12500))
     assert shown[0] == "12500 x dgx-h100: 100000 H100 GPUs, 12500 servers, 100000 NICs, 12500 NVSwitches"
     assert shown[1] == "servers      s0 (shown for 12500 equivalent servers, up to s12499)"
-    assert shown[2:] == listed[2:]
+    assert shown[2:] == ["network      switch", *listed[2:]]
+    thin = done(
+        "show dgx-h100 --nic-gbps 400 --servers 1250 --network fat-tree --leaf-size 4 --oversubscription 2"
+    )
+    assert "\nnetwork      fat-tree, oversubscription 2, leaf size 4\n" in thin
     broken = done("show dgx-h100 --nic-gbps 400 --servers 1250 --without-link s3.nic0-switch0").splitlines()
     assert broken[1].endswith("(shown for 1249 equivalent servers, up to s1249), s3")
 

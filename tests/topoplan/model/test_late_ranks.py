@@ -14,6 +14,7 @@ from tests.support.small_fabrics import both_ways, machine
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
+from topoplan.machine.variants import with_in_network
 from topoplan.model.event_simulation import run_events
 from topoplan.model.late_ranks import LATE, LatePlan, plan_late
 
@@ -120,7 +121,7 @@ def test_a_plan_for_late_ranks_adds_up_the_buffers_of_all_ranks() -> None:
         ({1: -0.5}, {}, "seconds of late rank 1 must be finite and at least 0, got -0.5"),
         ({1: float("inf")}, {}, "must be finite and at least 0, got inf"),
         ({1: float("nan")}, {}, "must be finite and at least 0, got nan"),
-        ({0: 1.0}, {"gpus": [3]}, "at least 2 GPUs, got 1"),
+        ({0: 1.0}, {"gpus": [3]}, "2 to 128 GPUs, got 1"),
         ({0: 1.0}, {"nbytes": 0}, "nbytes must be above 0, got 0"),
         ({0: 1.0}, {"channels": "nvlink+pcie"}, "channels that share a buffer, got nvlink\\+pcie"),
     ],
@@ -129,3 +130,17 @@ def test_bad_input_is_refused(late: dict[int, float], options: dict[str, object]
     asked: dict[str, object] = {"nbytes": SIZE, **options}
     with pytest.raises(UsageError, match=words):
         plan_late("dgx-1v", late, **asked)  # type: ignore[arg-type]
+
+
+def test_large_numbers_and_machines_whose_switches_add() -> None:
+    """Delays of odd length gave numbers beyond 64 bits; waiting is never said to be faster than what is taken."""
+    sparks = topoplan.cluster([topoplan.Server("dgx-spark", count=8)], nic_gbps=400)
+    for seconds in (1.0, 0.1234567891, 1e-6):
+        made = plan_late(sparks, {6: seconds}, nbytes=10**6)
+        assert made.bound * (1 - 1e-9) <= made.seconds <= made.waiting
+    with pytest.raises(UsageError, match="switches do not add"):
+        plan_late(with_in_network("dgx-h100", "all"), {3: 0.01}, nbytes="1GB")
+    with pytest.raises(UsageError, match="2 to 128 GPUs, got 256"):
+        plan_late(
+            topoplan.cluster([topoplan.Server("dgx-h100", count=32)], nic_gbps=400), {3: 0.01}, nbytes="1GB"
+        )

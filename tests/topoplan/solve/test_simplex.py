@@ -321,3 +321,22 @@ def test_products_in_blocks_are_products(shape: tuple[int, int, int]) -> None:
     left, right = rng.integers(0, 1 << 20, (2, n, k)), rng.integers(0, 1 << 20, (2, k, m))
     found = blocked_product(left.astype(np.float64), right.astype(np.float64))
     assert np.array_equal(found, (left @ right).astype(np.float64))
+
+
+def test_columns_beyond_machine_words_keep_the_optimum() -> None:
+    """Entries of 63 bits whose sum has more, and entries of 67 bits: the optimum is the one in Python's integers."""
+    big = 1 << 61
+    for columns, limits, best in (
+        ([[big] * 5, [1 << 62, 3, 0, 1, 1]], [big] * 5, Fraction(1)),
+        ([[10**20, 1], [1, 10**20]], [10**20, 10**20], Fraction(2 * 10**20, 10**20 + 1)),
+    ):
+        program = PackingSimplex(limits)
+        program.add(columns, [1, 1])
+        program.optimise()
+        assert program.value == best
+        for row, limit in enumerate(limits):
+            assert sum(columns[place][row] * share for place, share in program.solution().items()) <= limit
+    program = PackingSimplex([2 << 60, 2 << 60])
+    program.add([[3 << 60, 3 << 60], [1 << 60, 0], [0, 1 << 60]], [4, 1, 1])
+    program.optimise()
+    assert (program.value, program.duals()[0][0] >= 0) == (Fraction(4), True)

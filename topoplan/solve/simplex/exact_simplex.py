@@ -45,7 +45,7 @@ class PackingSimplex:
         self._denominator = 1
         self._basis: NDArray[np.int64] = -1 - np.arange(rows)
         # Below a row of zeros, for the values among the columns of the table.
-        self._columns: NDArray[np.int64] = np.zeros((1 + rows, 0), dtype=np.int64)
+        self._columns: Whole = np.zeros((1 + rows, 0), dtype=np.int64)
         # Costs of the columns, and zeros for the slacks, which the basis counts from the end.
         self._costs: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
         self._allowed: NDArray[np.bool_] = np.zeros(0, dtype=bool)
@@ -73,8 +73,8 @@ class PackingSimplex:
     def add(self, columns: Sequence[Sequence[int]], costs: Sequence[int]) -> None:
         """Append columns (each with one whole number per row) and their objective coefficients."""
         if columns:
-            block = np.array([[0, *column] for column in columns], dtype=np.int64).T
-            self._weights += np.abs(block).sum(axis=0).tolist()
+            block = _columns_of(columns)
+            self._weights += [int(weight) for weight in np.abs(block).sum(axis=0)]
             self._heaviest = max(self._weights)
             self._price(np.concatenate([self._costs[: self.columns], np.array(costs, dtype=np.int64)]))
             self._columns = np.hstack([self._columns, block])
@@ -240,6 +240,16 @@ class PackingSimplex:
             if len(rows) == 1:
                 break
         return rows[0] if rows else None
+
+
+def _columns_of(columns: Sequence[Sequence[int]]) -> Whole:
+    """Return columns below a zero each: int64 if the sum of a column has room there, else Python integers."""
+    values = [[0, *column] for column in columns]
+    try:
+        block: Whole = np.array(values, dtype=np.int64).T
+    except OverflowError:
+        return np.array(values, dtype=object).T
+    return block if _largest(block) < _SAFE // max(1, len(block)) else block.astype(object)
 
 
 def _fitting(values: list[list[int]] | list[int]) -> Whole:
