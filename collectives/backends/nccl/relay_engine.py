@@ -33,6 +33,7 @@ from collectives.backends.nccl.device_arenas import (
     leave_arenas,
     place_on_host,
 )
+from collectives.backends.nccl.kernel_program import refused_edges, tree_pairs
 from collectives.backends.nccl.window_engine import (
     BoundKernelPlan,
     Move,
@@ -44,7 +45,6 @@ from collectives.tables.cupy_arrays import on_device
 from collectives.tables.kernels.kernel_launch import Kernels
 from topoplan.errors import TopoplanError, UsageError
 from topoplan.machine.host_topology import bus_id_order, plain_bus_id
-from topoplan.machine.routing import memory_access
 from topoplan.plans.plan import Plan
 from topoplan.units import format_size, listed
 
@@ -92,15 +92,9 @@ class RelayEngine(WindowEngine):
         return self._refusals[plan.digest]
 
     def _lack_of_access(self, plan: Plan) -> str:
-        pairs = {
-            (edge.parent, edge.child)
-            for shard in plan.shards
-            for stage in shard.stages
-            for edge in stage.edges
-        }
-        number = {name: vertex for vertex, name in enumerate(plan.vertices)}
-        apart = {(number[a], number[b]) for a, b in memory_access(plan.topology).unreached}
-        refused = {(min(pair), max(pair)) for pair in pairs if pair not in self._reached or pair in apart}
+        apart = refused_edges(plan)
+        refused = {pair for pair in tree_pairs(plan) if pair[0] < pair[1]}
+        refused = {pair for pair in refused if pair not in self._reached or pair in apart}
         if not refused:
             return ""
         names = listed([f"{plan.vertices[a]}-{plan.vertices[b]}" for a, b in sorted(refused)], noun="pairs")

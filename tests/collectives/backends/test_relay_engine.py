@@ -13,6 +13,7 @@ import topoplan
 from collectives import Communicator
 from collectives.backends.nccl import device_arenas
 from collectives.backends.nccl.relay_engine import HostReport, relay_owners
+from collectives.backends.open_backend import check_helpers
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import cupy, floats, machine, on_every_rank, outcome
 from tests.support.regular_fabrics import helped_star
@@ -119,12 +120,7 @@ def test_a_relay_exchanges_no_messages(machine: Machine, cupy: ModuleType) -> No
     """The machine states that a relay has no peer access to a rank, and the trees pass them through a CPU."""
     machine.gpus, machine.peers = 8, True
     gpus = (0, 1, 4, 5)
-    topology = topoplan.with_relays("rtx-pro-6000-2x4", gpus)
-    devices = tuple(
-        replace(one, facts=(*one.facts, *facts(refused="gpu0"))) if one.name == "gpu2" else one
-        for one in topology.devices
-    )
-    plan = topoplan.plan(replace(topology, devices=devices))
+    plan = refusing("allreduce", "gpu2")
 
     def task(comm: Communicator, rank: int) -> str:
         with pytest.raises(RefusedError) as refused:
@@ -134,6 +130,37 @@ def test_a_relay_exchanges_no_messages(machine: Machine, cupy: ModuleType) -> No
     found = set(outcome(run(cupy, plan, task, gpus)))
     assert len(found) == 1
     assert "without access to each other's memory, gpu0-gpu2; leave such relays" in found.pop()
+
+
+def refusing(collective: str, name: str) -> Plan:
+    """Return a plan of four ranks whose machine states that a GPU has no peer access to gpu0."""
+    topology = topoplan.with_relays("rtx-pro-6000-2x4", (0, 1, 4, 5))
+    devices = tuple(
+        replace(one, facts=(*one.facts, *facts(refused="gpu0"))) if one.name == name else one
+        for one in topology.devices
+    )
+    return topoplan.plan(replace(topology, devices=devices), collective)
+
+
+@pytest.mark.parametrize("name", ["gpu2", "gpu1"])
+def test_a_pair_that_no_tree_joins_needs_no_access(machine: Machine, cupy: ModuleType, name: str) -> None:
+    """An idle GPU or a rank is on no edge with gpu0: the engine has no messages, and a graph captures the call."""
+    machine.gpus, machine.peers = 8, True
+    plan = refusing("reduce", name)
+    assert plan.helpers == ()
+
+    def task(comm: Communicator, rank: int) -> str:
+        given, stream = cupy.zeros(24, dtype="float32"), cupy.cuda.Stream(non_blocking=True)
+        comm.reduce(given, root=plan.root)
+        cupy.cuda.get_current_stream().synchronize()
+        with stream:
+            stream.begin_capture()
+            comm.reduce(given, root=plan.root)
+            stream.end_capture()
+        return comm.engine
+
+    found = outcome(run(cupy, plan, task, (0, 1, 4, 5)))
+    assert all("messages for" not in said for said in found), found
 
 
 def test_processes_open_the_arenas_of_relays(
@@ -305,7 +332,12 @@ def test_relays_belong_to_ranks_that_see_them() -> None:
         UsageError, match=r"relay gpu5 at 0000:05:00\.0 is not visible to any rank; name in CUDA"
     ):
         relay_owners(stated(plan, shown), reports([0, 2, 3], [1, 4, 6, 7]))
+    check_helpers(plan, "nccl")
     hosts = topoplan.plan(helped_star(2, 2))
+    with pytest.raises(
+        UsageError, match="helper0 is a helper rank in this plan, and the nccl back end has none"
+    ):
+        check_helpers(hosts, "nccl")
     with pytest.raises(
         UsageError, match="relays must be GPUs with bus ids or names such as gpu3, got helper0"
     ):
