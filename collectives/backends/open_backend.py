@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from collectives.backends.backend import LONGEST_TIMEOUT, Backend
 from collectives.peers.agreement import Gather
 from collectives.peers.membership_protocol import MembershipProtocol
 from topoplan.errors import UsageError
+from topoplan.machine.topology import Device
 from topoplan.plans.plan import Plans
 
 
@@ -124,6 +126,11 @@ def machine_helpers(plans: Plans) -> int:
     return len(plans.plans[0].vertices) - len(plans.ranks)
 
 
+def _was_gpu(device: Device) -> bool:
+    """Return whether a helper is a GPU, by its bus id or a name such as gpu3."""
+    return bool(device.busid) or re.search(r"\bgpu\d+$", device.name) is not None
+
+
 def check_helpers(plans: Plans, backend: str | Backend[Any]) -> None:
     """Raise `UsageError` if the trees pass helper ranks and the back end cannot run them.
 
@@ -134,7 +141,7 @@ def check_helpers(plans: Plans, backend: str | Backend[Any]) -> None:
     processes = None if isinstance(backend, str) else backend.helpers
     record = BACKENDS.get(name.removeprefix("paced "))
     for plan in plans.plans:
-        gpus = all(plan.topology.device(name).kind == "gpu" for name in plan.helpers)
+        gpus = all(_was_gpu(plan.topology.device(name)) for name in plan.helpers)
         if plan.helpers and not (record and (record.helpers or (record.relays and gpus))):
             able = "loopback-gpu, shared, mpi, nccl or tcp" if gpus else "loopback-gpu, shared, mpi or tcp"
             raise UsageError(

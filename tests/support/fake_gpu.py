@@ -476,8 +476,13 @@ def fake_cupy(machine: Machine) -> ModuleType:
         address = int.from_bytes(handle[:8], "little")
         assert len(handle) == 64
         assert address in machine.memory
-        machine.opened.append(address)
+        machine.opened.append((machine.device, address))
         return address
+
+    def ipcCloseMemHandle(address: int) -> None:
+        if (machine.device, address) not in machine.opened:
+            raise CUDARuntimeError("cudaErrorInvalidValue")
+        machine.opened.remove((machine.device, address))
 
     provide(runtime, ipcGetMemHandle, ipcOpenMemHandle, memGetInfo, malloc, free, memset, CUDARuntimeError)
     provide(
@@ -486,7 +491,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
     provide(
         runtime,
         streamQuery,
-        ipcCloseMemHandle=machine.opened.remove,
+        ipcCloseMemHandle=ipcCloseMemHandle,
         deviceSynchronize=lambda: machine.until(lambda: not any(one.queue for one in machine.streams)),
         deviceGetPCIBusId=lambda device: f"0000:{machine.first + device:02x}:00.0",
         deviceGetAttribute=lambda number, device: 0,

@@ -167,7 +167,9 @@ class Machine:
         # whether what is under way in graphs goes on when its communicator is revoked
         self.deaf_graphs = False
         self.ipc = True  # whether handles of memory open in other processes
-        self.opened: list[int] = []  # what is open of other processes' memory
+        self.opened: list[
+            tuple[int, int]
+        ] = []  # memory of other processes: the GPU that opened it, and its address
         self.room = 1 << 34  # free bytes of a GPU
         # what was allocated beside arrays and not given back, by address
         self.memory: dict[int, np.ndarray] = {}

@@ -339,10 +339,20 @@ def leave_arenas(way: HeldArenas, steps: AgreedSteps) -> None:
 class PeerTrial:
     """Try by a kernel that stores and flags arrive between all GPUs that reach each other, as the engine needs.
 
-    `given_up` is set when another rank has failed.
+    `given_up` is set when another rank has failed. `names` of the peers; by default their numbers as ranks.
     """
 
-    def __init__(self, cupy: Any, rank: int, addresses: Sequence[int], given_up: threading.Event) -> None:
+    def __init__(
+        self,
+        cupy: Any,
+        rank: int,
+        addresses: Sequence[int],
+        given_up: threading.Event,
+        *,
+        names: Sequence[str] = (),
+    ) -> None:
+        self._own = names[rank] if names else "its GPU"
+        self._names = names or [f"the GPU of rank {peer}" for peer in range(len(addresses))]
         self._cupy = cupy
         self._rank, self._ranks = rank, len(addresses)
         self._addresses = addresses
@@ -398,7 +408,7 @@ class PeerTrial:
             if address and found != HEARD:
                 what = "no flag" if not found else "a flag without the data before it"
                 raise UsageError(
-                    f"its GPU sees {what} from the GPU of rank {peer}, whose stores it should see"
+                    f"{self._own} sees {what} from {self._names[peer]}, whose stores it should see"
                 )
 
     def clear(self) -> None:
@@ -565,8 +575,8 @@ class CudaArenas:
     def unmap(self) -> None:
         """Close the handles of other ranks' memory."""
         opened, self._opened = self._opened, []
-        with suppress(self._runtime.CUDARuntimeError):
-            for address in opened:
+        for address in opened:
+            with suppress(self._runtime.CUDARuntimeError):
                 self._runtime.ipcCloseMemHandle(address)
 
     def free(self) -> None:
@@ -601,9 +611,12 @@ class CudaArenas:
         return [self._reach_one(peer, given) if near else 0 for peer, near in enumerate(self._near)]
 
     def reach_most(self, given: Sequence[tuple[int, str]]) -> list[int]:
-        """Return the addresses of all arenas for kernels of the current GPU; 0 for arenas that it does not access."""
+        """Return the addresses of all arenas for kernels of the current GPU; 0 for arenas that it does not access.
+
+        An address of 0 stands for a vertex without an arena.
+        """
         seen = [0] * len(given)
-        for peer in range(len(given)):
+        for peer in (peer for peer, (address, _) in enumerate(given) if address):
             with suppress(self._runtime.CUDARuntimeError):
                 seen[peer] = self._reach_one(peer, given)
         return seen

@@ -127,9 +127,26 @@ class KernelTables:
 
 
 def _rank_pairs(plan: Plan, pairs: Iterable[tuple[str, str]]) -> frozenset[tuple[int, int]]:
-    """Return pairs of GPUs that are ranks or helpers, as vertices of the plan's trees."""
-    number = {name: vertex for vertex, name in enumerate(plan.vertices)}
+    """Return pairs of GPUs that are ranks or that the trees pass, as vertices of the plan's trees."""
+    used = {*plan.ranks, *plan.helpers}
+    number = {name: vertex for vertex, name in enumerate(plan.vertices) if name in used}
     return frozenset((number[a], number[b]) for a, b in pairs if a in number and b in number)
+
+
+def refused_edges(plan: Plan) -> frozenset[tuple[int, int]]:
+    """Return the pairs of vertices, in both orders, that a plan sends between and that no copy of a kernel joins."""
+    unreached = _rank_pairs(plan, memory_access(plan.topology).unreached)
+    if not unreached:
+        return unreached
+    return (unreached | {(b, a) for a, b in unreached}) & tree_pairs(plan)
+
+
+def tree_pairs(plan: Plan) -> frozenset[tuple[int, int]]:
+    """Return the pairs of vertices, in both orders, that edges of a plan's trees join."""
+    joined = {
+        (edge.parent, edge.child) for shard in plan.shards for stage in shard.stages for edge in stage.edges
+    }
+    return frozenset(joined | {(b, a) for a, b in joined})
 
 
 def writes_everywhere(plan: Plan) -> bool:
@@ -151,9 +168,9 @@ class KernelPlan:
     - `adds`, `copies`: whether switches that can are to add, and to copy.
 
     `nbytes` is what it takes in every arena, zeroed before its first run. `stars` counts what switches add or copy.
-    `apart`: pairs of ranks, in both orders, that exchange messages alone, since the flags of an edge are written both
-    ways; `ends_nowhere`: on some of them no copy ends, else all lack peer access. `pulled` edges have their slots in
-    the arenas of their sources.
+    `apart`: pairs of vertices, in both orders, whose edges exchange messages alone, since the flags of an edge are
+    written both ways; `ends_nowhere`: on some of them no copy ends, else all lack peer access. `pulled` edges have
+    their slots in the arenas of their sources.
     """
 
     def __init__(
@@ -170,8 +187,7 @@ class KernelPlan:
         copies: bool = False,
     ) -> None:
         access = memory_access(key.plan.topology)
-        unreached = _rank_pairs(key.plan, access.unreached)
-        self.apart = unreached | {(b, a) for a, b in unreached}
+        self.apart = refused_edges(key.plan)
         self.ends_nowhere = any(
             device.fact(UNREACHED) for device in key.plan.topology.devices if device.facts
         )

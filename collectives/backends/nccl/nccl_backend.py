@@ -222,7 +222,8 @@ class NcclBackend(OneRank):
         self._guard = CollectiveGuard(world, self._connection, timeout=timeout)
         self._guard.on_stop = self._stop_engines
         self._engine: WindowEngine | None = None
-        self._relayed: dict[tuple[str, ...], RelayEngine] = {}  # by the vertices of the plans
+        # by the vertices and the helpers of the plans
+        self._relayed: dict[tuple[tuple[str, ...], tuple[str, ...]], RelayEngine] = {}
         try:
             self._connection.connect()
             self.about_engine = self._open_engine(region_bytes)
@@ -545,7 +546,14 @@ class NcclBackend(OneRank):
         """
         if self._settings["engine"] == "messages":
             raise UsageError('they need the windows engine, got engine="messages"; use engine="auto"')
-        engine = self._relayed.get(plan.vertices)
+        engine = next(
+            (
+                one
+                for (vertices, helpers), one in self._relayed.items()
+                if vertices == plan.vertices and set(helpers) >= set(plan.helpers)
+            ),
+            None,
+        )
         if engine is None:
             found = open_relay_engine(
                 self._cupy,
@@ -561,8 +569,8 @@ class NcclBackend(OneRank):
             )
             if isinstance(found, str):
                 raise UsageError(found)
-            engine = self._relayed[plan.vertices] = found
-            relays = listed(plan.vertices[self.size :])
+            engine = self._relayed[plan.vertices, plan.helpers] = found
+            relays = listed(plan.helpers)
             self.about_engine += f"; windows over {engine.region.kind} with relays {relays}"
         refusal = engine.refusal(plan)
         if refusal:
@@ -823,7 +831,8 @@ class NcclBackend(OneRank):
             return
         peer, row = engine.waiting()
         if engine.late:
-            behind = f"rank {peer}" if peer is not None else "a relay of this rank"
+            own = "a relay of this rank" if isinstance(engine, RelayEngine) else "this rank's own flags"
+            behind = f"rank {peer}" if peer is not None else own
             what = f"the kernel waited {2 * self._timeout:g} s for {behind}"
             raise BackendError(what, rank=self.rank, peer=peer, step=row)
         raise self._first_report(BackendError(f"rank {peer} gave up", rank=self.rank, peer=peer))
@@ -998,7 +1007,7 @@ class NcclBackend(OneRank):
         self._guard.stop(failure)
         self._leave_engine(together=False)
         for engine in self._engines:
-            if engine.waiting() != (None, None):
+            if engine.has_unfinished():
                 with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError), self._gpu():
                     failure.add_note(engine.state())
         self._drop_graphs()
@@ -1056,7 +1065,7 @@ def _use_gpu(cupy: ModuleType, local: int, device: int | None = None) -> int:
 
 def no_windows(why: str) -> UsageError:
     """Return the error for demanded windows that are not available; the bare reason is its cause."""
-    error = UsageError(f'the windows engine cannot be had: {why}; use engine="messages"')
+    error = UsageError(f'the windows engine cannot be had: {why}; use engine="auto"')
     error.__cause__ = UsageError(why)
     return error
 

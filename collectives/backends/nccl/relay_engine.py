@@ -10,6 +10,7 @@ All ranks compare each call with a relay by texts. Absent: several servers, whos
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections import Counter
@@ -33,6 +34,7 @@ from collectives.backends.nccl.device_arenas import (
     leave_arenas,
     place_on_host,
 )
+from collectives.backends.nccl.kernel_program import refused_edges, tree_pairs
 from collectives.backends.nccl.window_engine import (
     BoundKernelPlan,
     Move,
@@ -44,9 +46,14 @@ from collectives.tables.cupy_arrays import on_device
 from collectives.tables.kernels.kernel_launch import Kernels
 from topoplan.errors import TopoplanError, UsageError
 from topoplan.machine.host_topology import bus_id_order, plain_bus_id
-from topoplan.machine.routing import memory_access
 from topoplan.plans.plan import Plan
 from topoplan.units import format_size, listed
+
+BLOCKING = "CUDA_LAUNCH_BLOCKING"
+"""The variable with which each launch of a kernel waits until the kernel has ended."""
+
+NO_OWNER = (-1, -1)
+"""In place of the owner and the number in CUDA of a relay that the trees do not pass."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,15 +99,9 @@ class RelayEngine(WindowEngine):
         return self._refusals[plan.digest]
 
     def _lack_of_access(self, plan: Plan) -> str:
-        pairs = {
-            (edge.parent, edge.child)
-            for shard in plan.shards
-            for stage in shard.stages
-            for edge in stage.edges
-        }
-        number = {name: vertex for vertex, name in enumerate(plan.vertices)}
-        apart = {(number[a], number[b]) for a, b in memory_access(plan.topology).unreached}
-        refused = {(min(pair), max(pair)) for pair in pairs if pair not in self._reached or pair in apart}
+        apart = refused_edges(plan)
+        refused = {pair for pair in tree_pairs(plan) if pair[0] < pair[1]}
+        refused = {pair for pair in refused if pair not in self._reached or pair in apart}
         if not refused:
             return ""
         names = listed([f"{plan.vertices[a]}-{plan.vertices[b]}" for a, b in sorted(refused)], noun="pairs")
@@ -168,6 +169,10 @@ class RelayEngine(WindowEngine):
         owner = self._owners[vertex]
         return (None, None) if owner == self.region.rank else (owner, row)
 
+    def has_unfinished(self) -> bool:
+        kernels: list[Any] = [super(), *(relay.engine for relay in self.relays)]
+        return any(one.earliest_wait() is not None or one.stands_still() for one in kernels)
+
     def state(self) -> str:
         states = [super().state()]
         for relay in self.relays:
@@ -216,6 +221,11 @@ def open_relay_engine(
     runtime = cupy.cuda.runtime
 
     def look() -> dict[str, Any]:
+        blocking = os.environ.get(BLOCKING, "")
+        if blocking not in ("", "0"):
+            raise UsageError(
+                f"{BLOCKING} must be 0 for relays, whose kernels wait for this rank's, got {blocking}; unset it"
+            )
         shown = [plain_bus_id(runtime.deviceGetPCIBusId(one)) for one in range(runtime.getDeviceCount())]
         return {**place_on_host(runtime, device), "shown": shown}
 
@@ -223,14 +233,44 @@ def open_relay_engine(
     try:
         reports = [HostReport(**{**one, "shown": tuple(one["shown"])}) for one in steps.take(look)]
         held = relay_owners(plan, reports)
-        owners = (*range(len(reports)), *(owner for owner, _ in held))
-        places = [
-            *reports,
-            *(replace(reports[owner], gpu=reports[owner].shown[one], device=one) for owner, one in held),
-        ]
+        size = len(plan.vertices)
+        owners = tuple(
+            vertex if vertex < len(reports) else held.get(vertex, NO_OWNER)[0] for vertex in range(size)
+        )
+        places = [*reports, *(reports[0] for _ in range(len(reports), size))]  # of unused helpers too
+        for vertex, (owner, one) in held.items():
+            places[vertex] = replace(reports[owner], gpu=reports[owner].shown[one], device=one)
         own = {vertex: places[vertex].device for vertex, owner in enumerate(owners) if owner == rank}
-        arenas = _RelayArenas(cupy, plan, steps, own, places, nbytes)
+        arenas = mapped = _RelayArenas(cupy, plan, steps, own, places, nbytes)
         seen, blocks = arenas.open()
+        settings: dict[str, Any] = {"timeout": timeout, "blocks": blocks, "exact": exact}
+        settings |= {"small_bytes": 0, "ranks": len(reports)}
+
+        def region(vertex: int) -> DeviceArenas:
+            own_arenas, domains = mapped if vertex == rank else None, (0,) * size
+            addresses, device = seen[vertex], own[vertex]
+            return DeviceArenas(
+                vertex, size, nbytes, addresses, domains, 0, 1, mapped.kind, "", cupy, device, own_arenas
+            )
+
+        engines: list[RelayEngine] = []
+
+        def make() -> None:
+            relays = []
+            for vertex in sorted(own.keys() - {rank}):
+                with on_device(cupy, own[vertex]):
+                    its_stream = cupy.cuda.Stream(non_blocking=True)
+                    engine = WindowEngine(cupy, Kernels(cupy), region(vertex), its_stream, **settings)
+                    its_stream.synchronize()
+                relays.append(Relay(vertex, plan.vertices[vertex], own[vertex], its_stream, engine))
+            reached = frozenset(
+                (one, other) for one in range(size) for other in range(size) if seen[one][other]
+            )
+            about: dict[str, Any] = {"relays": relays, "owners": owners, "reached": reached}
+            engines.append(RelayEngine(cupy, kernels, region(rank), stream, **about, **settings))
+
+        steps.take(make)  # all ranks close their arenas if one fails
+        return engines[0]
     except AgreedStepFailed as failed:
         if arenas is not None:
             arenas.given_up.set()
@@ -238,31 +278,10 @@ def open_relay_engine(
         return str(failed)
     except UsageError as refused:  # by all ranks, which have the same reports
         return str(refused)
-    size = len(owners)
-    settings: dict[str, Any] = {"timeout": timeout, "blocks": blocks, "exact": exact}
-    settings |= {"small_bytes": 0, "ranks": len(reports)}
-
-    def region(vertex: int) -> DeviceArenas:
-        mapped, domains = arenas if vertex == rank else None, (0,) * size
-        return DeviceArenas(
-            vertex, size, nbytes, seen[vertex], domains, 0, 1, arenas.kind, "", cupy, own[vertex], mapped
-        )
-
-    relays = []
-    for vertex in sorted(own.keys() - {rank}):
-        with on_device(cupy, own[vertex]):
-            its_stream = cupy.cuda.Stream(non_blocking=True)
-            engine = WindowEngine(cupy, Kernels(cupy), region(vertex), its_stream, **settings)
-            its_stream.synchronize()
-        relays.append(Relay(vertex, plan.vertices[vertex], own[vertex], its_stream, engine))
-    reached = frozenset((one, other) for one in range(size) for other in range(size) if seen[one][other])
-    return RelayEngine(
-        cupy, kernels, region(rank), stream, relays=relays, owners=owners, reached=reached, **settings
-    )
 
 
-def relay_owners(plan: Plan, reports: Sequence[HostReport]) -> list[tuple[int, int]]:
-    """Return the rank that owns each relay of a plan's machine, and the relay's number in CUDA there.
+def relay_owners(plan: Plan, reports: Sequence[HostReport]) -> dict[int, tuple[int, int]]:
+    """Return the rank that owns each relay in a plan's trees, and the relay's number in CUDA there, by vertex.
 
     GPUs are found by the bus ids that the machine states. A machine without them has GPU k in the place k of all GPUs
     that any rank sees, by bus id, as drivers count them. A relay belongs to the rank with the fewest that sees it.
@@ -273,7 +292,7 @@ def relay_owners(plan: Plan, reports: Sequence[HostReport]) -> list[tuple[int, i
     >>> plan = topoplan.plan(topoplan.with_relays("dgx-1v", [0, 1], [2, 3]))
     >>> shown = [f"0000:0{number}:00.0" for number in range(8)]
     >>> relay_owners(plan, [HostReport("a", "p", shown[rank], rank, tuple(shown)) for rank in range(2)])
-    [(0, 2), (1, 3)]
+    {2: (0, 2), 3: (1, 3)}
     """
     first = reports[0]
     for rank, one in enumerate(reports):
@@ -281,47 +300,60 @@ def relay_owners(plan: Plan, reports: Sequence[HostReport]) -> list[tuple[int, i
             raise UsageError(
                 f"relays need all ranks on one server, got rank 0 and rank {rank} on two; plan without relays"
             )
+    names = (*plan.ranks, *plan.helpers)
     order = "name in CUDA_VISIBLE_DEVICES the GPUs of the plan's ranks in their order, and then the relays"
-    bus_ids = _bus_ids(plan, reports, order)
-    for rank, (one, wanted) in enumerate(zip(reports, bus_ids, strict=False)):
+    stated = {name: plain_bus_id(plan.topology.device(name).busid) for name in names}
+    unknown = [name for name, busid in stated.items() if not busid]
+    if unknown and len(unknown) < len(names):
+        raise UsageError(
+            f"a machine must state the bus ids of all GPUs of a plan or of none, got none of {listed(unknown)}; "
+            "take the machine of topoplan probe"
+        )
+    if unknown:
+        order += ", and then all others"
+    bus_ids = _bus_ids(plan, reports, names) if unknown else stated
+    for rank, (one, name) in enumerate(zip(reports, plan.ranks, strict=True)):
+        wanted = bus_ids[name]
         if plain_bus_id(one.gpu) != wanted:
             raise UsageError(
                 f"rank {rank} is on the GPU at {plain_bus_id(one.gpu)}, and the plan has it on {plan.ranks[rank]} at "
                 f"{wanted}; {order}"
             )
     held: Counter[int] = Counter()
-    found = []
-    for name, wanted in zip(plan.vertices[len(reports) :], bus_ids[len(reports) :], strict=True):
+    found = {}
+    for name in plan.helpers:
+        wanted = bus_ids[name]
         seeing = [rank for rank, one in enumerate(reports) if wanted in one.shown]
         if not seeing:
             raise UsageError(f"relay {name} at {wanted} is not visible to any rank; {order}")
         owner = min(seeing, key=lambda rank: (held[rank], rank))
         held[owner] += 1
-        found.append((owner, reports[owner].shown.index(wanted)))
+        found[plan.vertices.index(name)] = owner, reports[owner].shown.index(wanted)
     return found
 
 
-def _bus_ids(plan: Plan, reports: Sequence[HostReport], order: str) -> list[str]:
-    """Return the bus id of each vertex of a plan."""
-    stated = [plain_bus_id(plan.topology.device(name).busid) for name in plan.vertices]
-    if all(stated):
-        return stated
+def _bus_ids(plan: Plan, reports: Sequence[HostReport], names: Sequence[str]) -> dict[str, str]:
+    """Return the bus ids of GPUs of a machine that states none: GPU k has the place k of all visible GPUs."""
     shown = sorted({busid for one in reports for busid in one.shown}, key=bus_id_order)
-    found = []
-    for name in plan.vertices:
+    places = {}
+    for name in names:
         number = re.fullmatch(r"gpu(\d+)", name)
         if number is None:
             raise UsageError(
                 f"relays must be GPUs with bus ids or names such as gpu3, got {name}; "
                 "take the machine of topoplan probe"
             )
-        if int(number[1]) >= len(shown):
-            what = "relay " if name not in plan.ranks else ""
-            raise UsageError(
-                f"{what}{name} is not visible to any rank, since all ranks together see {len(shown)} GPUs; {order}"
-            )
-        found.append(shown[int(number[1])])
-    return found
+        places[name] = int(number[1])
+    last = max(places.values())
+    hidden = next((name for name in names if places[name] >= len(shown)), None)
+    if hidden is not None:
+        what = "relay " if hidden not in plan.ranks else ""
+        raise UsageError(
+            f"{what}{hidden} is not visible to any rank: a machine without bus ids needs GPUs 0 to {last} visible, and "
+            f"all ranks together see {len(shown)}; name all in CUDA_VISIBLE_DEVICES, or take the machine of topoplan "
+            "probe"
+        )
+    return {name: shown[place] for name, place in places.items()}
 
 
 class _RelayArenas:
@@ -357,25 +389,27 @@ class _RelayArenas:
 
         Addresses of other processes are not valid here. Raises `AgreedStepFailed`.
         """
-        given = self._of_all(self._allocate)
-        seen = self._of_all(lambda vertex: self._arenas[vertex].reach_most(given))
+        given = self._of_all(self._allocate, (0, ""))
+        seen = self._of_all(lambda vertex: self._arenas[vertex].reach_most(given), (0,) * self._size)
         both = {
             one: tuple(address if seen[other][one] else 0 for other, address in enumerate(seen[one]))
             for one in range(self._size)
         }
         self._try(both)
-        return both, min(self._of_all(self._blocks))
+        return both, min(blocks for blocks in self._of_all(self._blocks, 0) if blocks)
 
     def close(self, steps: AgreedSteps) -> None:
-        for arena in self._arenas.values():
-            arena.unmap()
+        for vertex, arena in self._arenas.items():
+            with on_device(self._cupy, self._own[vertex]):
+                arena.unmap()
         with suppress(AgreedStepFailed, TopoplanError):
             steps.take(lambda: None)  # no rank has them mapped any more
-            for arena in self._arenas.values():
-                arena.free()
+            for vertex, arena in self._arenas.items():
+                with on_device(self._cupy, self._own[vertex]):
+                    arena.free()
 
-    def _of_all(self, work: Callable[[int], Any]) -> list[Any]:
-        """Do work for each vertex on its GPU, by its owner; return the results of all in order of vertices."""
+    def _of_all(self, work: Callable[[int], Any], nothing: Any = None) -> list[Any]:
+        """Do work for each vertex on its GPU, by its owner; return the results of all, `nothing` without an owner."""
 
         def of_own() -> list[tuple[int, Any]]:
             with ThreadPoolExecutor(len(self._own)) as pool:  # kernels of the trial wait for each other
@@ -385,7 +419,8 @@ class _RelayArenas:
             with on_device(self._cupy, self._own[vertex]):
                 return work(vertex)
 
-        return [result for _, result in sorted(pair for some in self._steps.take(of_own) for pair in some)]
+        found = {vertex: result for some in self._steps.take(of_own) for vertex, result in some}
+        return [found.get(vertex, nothing) for vertex in range(self._size)]
 
     def _allocate(self, vertex: int) -> tuple[int, str]:
         free = int(self._cupy.cuda.runtime.memGetInfo()[0])
@@ -401,8 +436,11 @@ class _RelayArenas:
 
     def _try(self, seen: Mapping[int, Sequence[int]]) -> None:
         """Try that stores arrive between all GPUs that access each other."""
-        trials = {vertex: PeerTrial(self._cupy, vertex, seen[vertex], self.given_up) for vertex in self._own}
-        flags = self._of_all(lambda vertex: trials[vertex].prepare())
+        trials = {
+            vertex: PeerTrial(self._cupy, vertex, seen[vertex], self.given_up, names=self._names)
+            for vertex in self._own
+        }
+        flags = self._of_all(lambda vertex: trials[vertex].prepare(), 0)
         seconds = min(TRIAL_SECONDS, self._steps.timeout / 2)
         self._of_all(lambda vertex: trials[vertex].run(flags, seconds))
         self._of_all(lambda vertex: trials[vertex].clear())

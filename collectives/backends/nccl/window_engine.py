@@ -359,6 +359,10 @@ class WindowEngine:
             return (peers.pop(), None) if len(peers) == 1 else (None, None)
         return None, None
 
+    def has_unfinished(self) -> bool:
+        """Return whether a program waits for a peer, in a kernel or between two."""
+        return self.waiting() != (None, None)
+
     def stands_still(self) -> bool:
         """Return whether a kernel of the running program has not ended, and no block of it waits for a peer."""
         launches = () if self._running is None else self._running.launches

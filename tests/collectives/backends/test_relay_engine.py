@@ -11,8 +11,9 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.nccl import device_arenas
+from collectives.backends.nccl import device_arenas, relay_engine
 from collectives.backends.nccl.relay_engine import HostReport, relay_owners
+from collectives.backends.open_backend import check_helpers
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import cupy, floats, machine, on_every_rank, outcome
 from tests.support.regular_fabrics import helped_star
@@ -20,6 +21,7 @@ from tests.support.tcp_jobs import call, seal
 from topoplan.errors import BackendError, RefusedError, UsageError
 from topoplan.machine.topology import facts
 from topoplan.plans.plan import Plan
+from topoplan.units import listed
 
 __all__ = ["cupy", "machine"]
 
@@ -119,12 +121,7 @@ def test_a_relay_exchanges_no_messages(machine: Machine, cupy: ModuleType) -> No
     """The machine states that a relay has no peer access to a rank, and the trees pass them through a CPU."""
     machine.gpus, machine.peers = 8, True
     gpus = (0, 1, 4, 5)
-    topology = topoplan.with_relays("rtx-pro-6000-2x4", gpus)
-    devices = tuple(
-        replace(one, facts=(*one.facts, *facts(refused="gpu0"))) if one.name == "gpu2" else one
-        for one in topology.devices
-    )
-    plan = topoplan.plan(replace(topology, devices=devices))
+    plan = refusing("allreduce", "gpu2")
 
     def task(comm: Communicator, rank: int) -> str:
         with pytest.raises(RefusedError) as refused:
@@ -134,6 +131,37 @@ def test_a_relay_exchanges_no_messages(machine: Machine, cupy: ModuleType) -> No
     found = set(outcome(run(cupy, plan, task, gpus)))
     assert len(found) == 1
     assert "without access to each other's memory, gpu0-gpu2; leave such relays" in found.pop()
+
+
+def refusing(collective: str, name: str) -> Plan:
+    """Return a plan of four ranks whose machine states that a GPU has no peer access to gpu0."""
+    topology = topoplan.with_relays("rtx-pro-6000-2x4", (0, 1, 4, 5))
+    devices = tuple(
+        replace(one, facts=(*one.facts, *facts(refused="gpu0"))) if one.name == name else one
+        for one in topology.devices
+    )
+    return topoplan.plan(replace(topology, devices=devices), collective)
+
+
+@pytest.mark.parametrize("name", ["gpu2", "gpu1"])
+def test_a_pair_that_no_tree_joins_needs_no_access(machine: Machine, cupy: ModuleType, name: str) -> None:
+    """An idle GPU or a rank is on no edge with gpu0: the engine has no messages, and a graph captures the call."""
+    machine.gpus, machine.peers = 8, True
+    plan = refusing("reduce", name)
+    assert plan.helpers == ()
+
+    def task(comm: Communicator, rank: int) -> str:
+        given, stream = cupy.zeros(24, dtype="float32"), cupy.cuda.Stream(non_blocking=True)
+        comm.reduce(given, root=plan.root)
+        cupy.cuda.get_current_stream().synchronize()
+        with stream:
+            stream.begin_capture()
+            comm.reduce(given, root=plan.root)
+            stream.end_capture()
+        return comm.engine
+
+    found = outcome(run(cupy, plan, task, (0, 1, 4, 5)))
+    assert all("messages for" not in said for said in found), found
 
 
 def test_processes_open_the_arenas_of_relays(
@@ -197,6 +225,7 @@ def test_a_relay_that_does_not_start_leads_to_its_owner(machine: Machine, cupy: 
     found = run(cupy, relayed(), task, timeout=3.0)
     assert all(isinstance(one, BackendError) for one in found), found
     assert {one.peer for one in found} == {2}, found
+    assert any("relay gpu" in note for note in found[2].__notes__), "the owner tells the state of its relays"
 
 
 @pytest.mark.parametrize(
@@ -205,7 +234,7 @@ def test_a_relay_that_does_not_start_leads_to_its_owner(machine: Machine, cupy: 
         (
             7,
             [],
-            "relay gpu7 is not visible to any rank, since all ranks together see 7 GPUs; name in CUDA_VIS",
+            "relay gpu7 is not visible to any rank: a machine without bus ids needs GPUs 0 to 7 visible, and all",
         ),
         (8, [(0, 2), (4, 5)], "GPUs without access to each other's memory, gpu0-gpu2, gpu4-gpu5; leave such"),
     ],
@@ -265,6 +294,51 @@ def test_other_ranks_and_relays(
     check_bits(cupy, topoplan.plan(topoplan.with_relays("dgx-1v", gpus, relays), collective), gpus)
 
 
+def test_relays_that_no_tree_passes_need_nothing(machine: Machine, cupy: ModuleType) -> None:
+    """They may be invisible; nor does a fact matter of a GPU without NVLinks, which the trees do not number."""
+    machine.gpus, machine.peers = 7, True
+    plan = relayed(gpus=(0, 1))
+    assert set(plan.vertices) - {*plan.ranks, *plan.helpers} == {"gpu7"}
+    assert check_bits(cupy, plan, (0, 1))[0].endswith(f"with relays {listed(plan.helpers)}")
+    topology = topoplan.with_relays("dgx-1v", GPUS)
+    devices = tuple(
+        replace(one, facts=(*one.facts, *facts(refused="gpu0"))) if one.name == "gpu7" else one
+        for one in topology.devices
+    )
+    links = tuple(
+        one for one in topology.links if one.channel != "nvlink" or "gpu7" not in (one.src, one.dst)
+    )
+    plan = topoplan.plan(replace(topology, devices=devices, links=links))
+    assert plan.helpers
+    assert "gpu7" not in plan.vertices
+    check_bits(cupy, plan)
+    assert machine.memory == {}
+
+
+@pytest.mark.parametrize("what", ["blocking launches", "an engine"])
+def test_all_ranks_refuse_relays_that_one_cannot_open(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Launches that wait for the kernel's end, or a relay's engine that fails."""
+    machine.gpus, machine.peers = 8, True
+    why = "CUDA_LAUNCH_BLOCKING must be 0 for relays, whose kernels wait for this rank's, got 1; unset it"
+    if what == "blocking launches":
+        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    else:
+        why = "no_such_kernels"
+        monkeypatch.setattr(relay_engine, "Kernels", lambda cupy: cupy.no_such_kernels)
+
+    def task(comm: Communicator, rank: int) -> str:
+        with pytest.raises(RefusedError) as refused:
+            comm.all_reduce(cupy.asarray(floats(4, 300)[rank]))
+        return str(refused.value)
+
+    found = set(outcome(run(cupy, relayed(), task)))
+    assert len(found) == 1
+    assert why in found.pop()
+    assert machine.memory == {}
+
+
 def test_no_graph_captures_a_plan_with_relays(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus, machine.peers = 8, True
 
@@ -291,25 +365,29 @@ def test_relays_belong_to_ranks_that_see_them() -> None:
             for rank, (host, seen) in enumerate(zip(hosts, visible, strict=True))
         ]
 
-    assert relay_owners(plan, reports([0, 7, 2, 3], [1, 4, 5, 6])) == [
-        (0, 2),
-        (0, 3),
-        (1, 1),
-        (1, 2),
-        (1, 3),
-        (0, 1),
-    ]
+    everywhere = {2: (0, 2), 3: (0, 3), 4: (1, 1), 5: (1, 2), 6: (1, 3), 7: (0, 1)}
+    used = {vertex: everywhere[vertex] for vertex in range(2, 8) if plan.vertices[vertex] in plan.helpers}
+    assert relay_owners(plan, reports([0, 7, 2, 3], [1, 4, 5, 6])) == used
     with pytest.raises(UsageError, match="relays need all ranks on one server, got rank 0 and rank 1 on two"):
         relay_owners(plan, reports([0], [1], hosts="ab"))
     with pytest.raises(
         UsageError, match=r"relay gpu5 at 0000:05:00\.0 is not visible to any rank; name in CUDA"
     ):
         relay_owners(stated(plan, shown), reports([0, 2, 3], [1, 4, 6, 7]))
-    hosts = topoplan.plan(helped_star(2, 2))
+    with pytest.raises(
+        UsageError, match="must state the bus ids of all GPUs of a plan or of none, got none of gpu3"
+    ):
+        relay_owners(stated(plan, [*shown[:3], "", *shown[4:]]), reports([0], [1]))
+    check_helpers(plan, "nccl")
+    hosts = topoplan.plan(helped_star(3, 2))
+    with pytest.raises(
+        UsageError, match="helper0 is a helper rank in this plan, and the nccl back end has none"
+    ):
+        check_helpers(hosts, "nccl")
     with pytest.raises(
         UsageError, match="relays must be GPUs with bus ids or names such as gpu3, got helper0"
     ):
-        relay_owners(hosts, reports([0, 1], [0, 1]))
+        relay_owners(hosts, reports([0], [1], [2], hosts="aaa"))
 
 
 def stated(plan: Plan, bus_ids: list[str]) -> Plan:
