@@ -455,7 +455,10 @@ class Execution(Generic[Array]):
         backend = self.backend
         number = self._counts.number(backend.ranks[0], asked) if backend.one_rank else 0
         if number:
-            request = self._uneven_request(asked, number, self._counts.of(number))
+            try:
+                request = uneven_request(backend, asked, self._counts.of(number), number=number)
+            except UsageError:  # ``out`` is for other counts than those of the earlier call
+                return self.run(self.bound_to_counts(asked))
             if request.kind in self._lowered:
                 try:
                     result = self.run(request)

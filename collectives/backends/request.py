@@ -37,7 +37,7 @@ Array = TypeVar("Array")
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class CallKind:
     """The common part of calls of one collective on arrays of one shape and dtype; one object for all of them.
 

@@ -21,6 +21,7 @@ from hashlib import sha256
 from math import gcd, lcm, prod
 from operator import index
 from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 from collectives.backends.backend import Backend
 from collectives.backends.request import (
@@ -254,14 +255,21 @@ def _outputs(backend: Backend[Array], call: UnevenCall[Array], received: Counts)
     )
 
 
-@lru_cache(maxsize=64)
+_KINDS: WeakValueDictionary[tuple[object, ...], CallKind] = WeakValueDictionary()
+"""Kinds of uneven calls as long as a rank keeps their lowered plan: all ranks find theirs by these objects alike."""
+
+
 def _uneven_kind(
     dtype: str, itemsize: int, rest: tuple[int, ...], rows: Counts, ranks: tuple[int, ...]
 ) -> CallKind:
     """Return the kind of a call; `rest` is the shape of a row."""
+    key = (dtype, itemsize, rest, rows, ranks)
+    known = _KINDS.get(key)
+    if known is not None:
+        return known
     width = prod(rest)
     blocks = UnevenBlocks(tuple(tuple(count * width for count in row) for row in rows))
-    return CallKind(
+    made = CallKind(
         collective=ALL_TO_ALL,
         root=None,
         op=None,
@@ -277,6 +285,7 @@ def _uneven_kind(
         uneven=blocks,
         rows=rows,
     )
+    return _KINDS.setdefault(key, made)
 
 
 @lru_cache(maxsize=64)

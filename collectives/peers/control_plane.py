@@ -286,7 +286,8 @@ def disagreement(signatures: Sequence[Signature], *, rank: int) -> RefusedError 
         by_all = len(refusing) == len(signatures)
         return RefusedError(text, rank=rank, peer=peer, by_all=by_all, next_call=next_call)
     alike = {(one.collective, one.dtype, one.shape, one.world) for one in signatures}
-    if len(alike) == 1 and all(one.counts for one in signatures):
+    unlike = len({one.counts for one in signatures}) > 1
+    if len(alike) == 1 and unlike and all(one.counts for one in signatures):
         text = "ranks assume different counts in an uneven all-to-all; exchange them"
         return RefusedError(text, rank=rank, by_all=True, next_call=next_call, unknown_counts=True)
     usual = Counter(signatures).most_common(1)[0][0]

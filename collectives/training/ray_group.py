@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import numpy as np
 
@@ -78,11 +80,12 @@ class _Mailbox:
     def put(self, key: tuple[object, ...], value: Any) -> None:
         self.kept[key] = value
 
-    def look(self, key: tuple[object, ...]) -> Any:
-        return self.kept.get(key)
-
     def take(self, key: tuple[object, ...]) -> Any:
         return self.kept.pop(key, None)
+
+
+_MAILBOXES: dict[str, Any] = {}
+"""Mailboxes of the groups of this process, by the group's name."""
 
 
 class RayGroup:
@@ -109,8 +112,8 @@ class RayGroup:
         self._sent: dict[int, int] = {}
         self._received: dict[int, int] = {}
         self._rendezvous: Rendezvous | None = None
-        # of this name at once on all ranks; it ends with the last handle
-        self._mailbox = (
+        # kept after the end of the group: Ray ends the actor with the handle of the rank that made it
+        self._mailbox = _MAILBOXES[group_name] = (
             ray.remote(num_cpus=0)(_Mailbox)
             .options(name=f"topoplan group {group_name}", get_if_exists=True)
             .remote()
@@ -122,33 +125,44 @@ class RayGroup:
             raise
 
     def _open(self) -> Backend[Any]:
-        """Return the back end of this rank, once all ranks have told their nodes."""
+        """Return the back end of this rank, once all ranks have told rank 0 their nodes.
+
+        Every message is for one rank, which takes it: a later group of this name finds none of this one.
+        """
         size, rank = self.world_size, self.rank
+        self._put(("node", rank), self._ray.get_runtime_context().get_node_id())
         if rank == 0:
             token, host = secrets.token_hex(16), self._ray.util.get_node_ip_address()
             self._rendezvous = Rendezvous(f"{host}:0#{token}", size, host=0, job_made=True).start()
-            self._put(("address",), f"{self._rendezvous.address}#{token}")
-        self._put(("node", rank), self._ray.get_runtime_context().get_node_id())
-        address = self._wait(("address",), "look", "rank 0 opens no rendezvous")
-        nodes = {self._wait(("node", one), "look", f"rank {one} is not there") for one in range(size)}
-        if self.kind == "shared" and len(nodes) > 1:
-            raise UsageError(
-                f"backend shared needs all actors on one node, got {len(nodes)}; use tcp or auto"
-            )
-        if self.kind == "tcp" or len(nodes) > 1:
+            found = {self._take(("node", one), f"rank {one} is not there") for one in range(size)}
+            for one in range(size):
+                self._put(("place", one), (f"{self._rendezvous.address}#{token}", len(found)))
+        address, nodes = self._take(("place", rank), "rank 0 opens no rendezvous")
+        if self.kind == "shared" and nodes > 1:
+            raise UsageError(f"backend shared needs all actors on one node, got {nodes}; use tcp or auto")
+        if self.kind == "tcp" or nodes > 1:
             return TcpBackend(rank, size, rendezvous=address, timeout=self.timeout)
         return SharedBackend.met_at(address, rank, size, timeout=self.timeout)
 
     def _put(self, key: tuple[object, ...], value: Any) -> None:
         self._ray.get(self._mailbox.put.remote(key, value))
 
-    def _wait(self, key: tuple[object, ...], how: str, problem: str) -> Any:
+    def _take(self, key: tuple[object, ...], problem: str) -> Any:
         until = time.monotonic() + self.timeout
-        while (found := self._ray.get(getattr(self._mailbox, how).remote(key))) is None:
+        while (found := self._ray.get(self._mailbox.take.remote(key))) is None:
             if time.monotonic() > until:
                 raise TimeoutError(f"group {self.group_name!r}: {problem} after {self.timeout:g} s")
             time.sleep(POLL_SECONDS)
         return found
+
+    @contextmanager
+    def _checking(self) -> Iterator[None]:
+        """Refuse a wrong argument with all ranks, which stay in step."""
+        try:
+            yield
+        except UsageError as error:
+            self.communicator._refuse(str(error))
+            raise
 
     @classmethod
     def backend(cls) -> str:
@@ -167,81 +181,100 @@ class RayGroup:
             self._rendezvous.close()
 
     def allreduce(self, tensor: list[Any], allreduce_options: Any) -> None:
-        array = _only(tensor)
-        _fill(array, self.communicator.all_reduce(array, op=OPERATIONS[allreduce_options.reduceOp.name]))
+        with self._checking():
+            array = _only(tensor, filled=True)
+        array[...] = self.communicator.all_reduce(array, op=OPERATIONS[allreduce_options.reduceOp.name])
 
     def barrier(self, barrier_options: Any = None) -> None:
         self.communicator.barrier()
 
     def reduce(self, tensor: list[Any], reduce_options: Any) -> None:
-        array, root = _only(tensor), reduce_options.root_rank
+        root = reduce_options.root_rank
+        with self._checking():
+            array = _only(tensor, filled=self.rank == root)
         found = self.communicator.reduce(array, root=root, op=OPERATIONS[reduce_options.reduceOp.name])
         if self.rank == root:
-            _fill(array, found)
+            array[...] = found
 
     def broadcast(self, tensor: list[Any], broadcast_options: Any) -> None:
-        array = _only(tensor)
-        _fill(array, self.communicator.broadcast(array, root=broadcast_options.root_rank))
+        with self._checking():
+            array = _only(tensor, filled=True)
+        array[...] = self.communicator.broadcast(array, root=broadcast_options.root_rank)
 
     def allgather(
         self, tensor_list: list[list[Any]], tensor: list[Any], allgather_options: Any = None
     ) -> None:
-        given, outs = _only(tensor), [_array(one) for one in _blocks(tensor_list, self.world_size)]
+        with self._checking():
+            given = _only(tensor)
+            outs = _blocks(tensor_list, self.world_size, given, filled=True)
         found = self.communicator.all_gather(given.ravel()).reshape(self.world_size, -1)
         for out, block in zip(outs, found, strict=True):
-            _fill(out, block)
+            out[...] = block.reshape(out.shape)
 
     def reducescatter(
         self, tensor: list[Any], tensor_list: list[list[Any]], reducescatter_options: Any
     ) -> None:
-        out, given = _only(tensor), [_array(one) for one in _blocks(tensor_list, self.world_size)]
+        with self._checking():
+            out = _only(tensor, filled=True)
+            given = _blocks(tensor_list, self.world_size, out)
         whole = np.concatenate([one.ravel() for one in given])
-        _fill(
-            out, self.communicator.reduce_scatter(whole, op=OPERATIONS[reducescatter_options.reduceOp.name])
-        )
+        found = self.communicator.reduce_scatter(whole, op=OPERATIONS[reducescatter_options.reduceOp.name])
+        out[...] = found.reshape(out.shape)
 
     def send(self, tensor: list[Any], send_options: Any) -> None:
-        peer = send_options.dst_rank
+        peer, array = send_options.dst_rank, _only(tensor)
         number = self._sent[peer] = self._sent.get(peer, 0) + 1
-        self._put((self.rank, peer, number), np.ascontiguousarray(_only(tensor)))
+        self._put((self.rank, peer, number), np.ascontiguousarray(array))
 
     def recv(self, tensor: list[Any], recv_options: Any) -> None:
-        peer = recv_options.src_rank
+        peer, array = recv_options.src_rank, _only(tensor, filled=True)
         number = self._received[peer] = self._received.get(peer, 0) + 1
-        _fill(_only(tensor), self._wait((peer, self.rank, number), "take", f"rank {peer} has sent nothing"))
+        found = self._take((peer, self.rank, number), f"rank {peer} has sent nothing")
+        _check_alike(array, found, f"the tensor from rank {peer}")
+        array[...] = found.reshape(array.shape)
 
 
-def _only(tensors: list[Any]) -> np.ndarray[Any, Any]:
-    """Return the one tensor that a rank gives: Ray's groups may have several GPUs, ours have one rank each."""
+def _only(tensors: list[Any], *, filled: bool = False) -> np.ndarray[Any, Any]:
+    """Return the one tensor of a rank: groups of Ray may have several GPUs in one, these have a rank for each.
+
+    With `filled` a result is written into it.
+    """
     if len(tensors) != 1:
         raise UsageError(f"each rank must give 1 tensor, got {len(tensors)}; use one actor for each rank")
-    return _array(tensors[0])
+    return _array(tensors[0], filled)
 
 
-def _blocks(lists: list[list[Any]], size: int) -> list[Any]:
+def _blocks(
+    lists: list[list[Any]], size: int, like: np.ndarray[Any, Any], *, filled: bool = False
+) -> list[np.ndarray[Any, Any]]:
+    """Return the tensors of a list, one of each rank, all as long as another and of its type."""
     if len(lists) != 1 or len(lists[0]) != size:
         got = len(lists[0]) if len(lists) == 1 else len(lists)
         raise UsageError(f"the list must hold {size} tensors, one of each rank, got {got}")
-    return lists[0]
-
-
-def _array(tensor: Any) -> np.ndarray[Any, Any]:
-    """Return the memory of a tensor as a numpy array."""
-    if isinstance(tensor, np.ndarray):
-        return tensor
-    try:
-        found = np.asarray(tensor.detach().numpy())
-    except (AttributeError, TypeError) as error:
-        raise UsageError(
-            "tensors must be numpy arrays or tensors of torch on the host, of a type that numpy has, got "
-            f"{type(tensor)}: {error}"
-        ) from None
+    found = [_array(one, filled) for one in lists[0]]
+    for place, one in enumerate(found):
+        _check_alike(one, like, f"tensor {place} of the list")
     return found
 
 
-def _fill(array: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> None:
-    if array.size != found.size or array.dtype != found.dtype:
+def _check_alike(array: np.ndarray[Any, Any], like: np.ndarray[Any, Any], what: str) -> None:
+    if array.size != like.size or array.dtype != like.dtype:
         raise UsageError(
-            f"the tensor must have {found.size} elements of {found.dtype}, got {array.size} of {array.dtype}"
+            f"{what} must have {like.size} elements of {like.dtype}, got {array.size} of {array.dtype}"
         )
-    array[...] = found.reshape(array.shape)
+
+
+def _array(tensor: Any, filled: bool) -> np.ndarray[Any, Any]:
+    """Return the memory of a tensor as a numpy array."""
+    found = tensor
+    if not isinstance(tensor, np.ndarray):
+        try:
+            found = np.asarray(tensor.detach().numpy())
+        except (AttributeError, TypeError) as error:
+            raise UsageError(
+                "tensors must be numpy arrays or tensors of torch on the host, of a type that numpy has, got "
+                f"{type(tensor)}: {error}"
+            ) from None
+    if filled and not found.flags.writeable:
+        raise UsageError("the tensor must be writable, since the result is written into it; give a copy")
+    return cast("np.ndarray[Any, Any]", found)

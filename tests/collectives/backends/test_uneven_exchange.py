@@ -23,7 +23,7 @@ from collectives import Communicator
 from collectives.backends.loopback.paced_loopback import PacedLoopback
 from collectives.backends.shared.shared_backend import SharedBackend
 from collectives.backends.tcp.tcp_backend import TcpBackend
-from collectives.backends.uneven_exchange import KnownCounts, demand_of, serving_plan
+from collectives.backends.uneven_exchange import KnownCounts, _uneven_kind, demand_of, serving_plan
 from collectives.peers.rendezvous import Rendezvous
 from collectives.tables.lowering import PlanKey
 from tests.support.file_gather import FileGather
@@ -134,6 +134,32 @@ def test_ranks_exchange_what_numpy_does(backend: str, options: dict[str, str]) -
     on_ranks(body, backend, chunk_bytes=1 << 14, **options)
 
 
+@pytest.mark.parametrize("backend", ["shared", "tcp"])
+def test_an_out_for_new_counts_is_taken_where_this_rank_assumes_the_old_ones(backend: str) -> None:
+    """Rank 1 alone sends more to rank 0, which knows it by its ``out`` only; then its counts are assumed again."""
+
+    def body(comm: Communicator, rank: int) -> None:
+        ones = [[1] * RANKS for _ in range(RANKS)]
+        more = [[3, 1, 1, 1] if rank == 1 else [1] * RANKS for rank in range(RANKS)]
+        for rows in (ones, ones, more, more, ones):
+            arrays = inputs(rows, ())
+            wanted = exchanged(arrays, rows)[rank]
+            out = np.zeros_like(wanted)
+            assert comm.all_to_all_v(arrays[rank], rows[rank], out=out) is out
+            assert np.array_equal(out, wanted)
+
+    on_ranks(body, backend)
+
+
+def test_the_kind_of_known_counts_outlives_those_of_other_communicators() -> None:
+    """Ranks find their plans by it, and one of them may serve more communicators than the others."""
+    shape = ("float32", 4, (), ((1, 2), (0, 5)), (0, 1))
+    kept = _uneven_kind(*shape)
+    for count in range(200):
+        _uneven_kind("float32", 4, (), ((count, 0), (0, 1)), (0, 1))
+    assert _uneven_kind(*shape) is kept
+
+
 @pytest.mark.parametrize("backend", ["loopback", "paced"])
 def test_one_process_exchanges_what_numpy_does(backend: str) -> None:
     made = "loopback" if backend == "loopback" else PacedLoopback(RANKS, scale=1e9)
@@ -145,7 +171,7 @@ def test_one_process_exchanges_what_numpy_does(backend: str) -> None:
                 comm.all_to_all_v(arrays, rows, columns), exchanged(arrays, rows), strict=True
             ):
                 assert found.dtype == wanted.dtype
-            assert np.array_equal(found, wanted)
+                assert np.array_equal(found, wanted)
 
 
 @settings(max_examples=30)

@@ -27,7 +27,12 @@ def registered(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
 
 
 def run(made: type, rank: int) -> tuple[dict[str, Any], str]:
-    group = made(SIZE, rank, "first")
+    for _ in range(2):  # the second group has the name of the first, which has ended
+        found, kind = once(made(SIZE, rank, "first"), rank)
+    return found, kind
+
+
+def once(group: Any, rank: int) -> tuple[dict[str, Any], str]:
     op = fake_ray.ReduceOp.SUM
 
     def call(what: str, *given: Any) -> None:
@@ -71,11 +76,14 @@ def test_wrong_arguments_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(UsageError, match=words):
             ray_group.register(PLAN, **given)
     ones = np.ones(3, np.float32)
+    fixed = ones.copy()
+    fixed.flags.writeable = False
     for call, words in (
         (lambda: ray_group._only([ones, ones]), "must give 1 tensor, got 2"),
-        (lambda: ray_group._blocks([[ones]], 4), "must hold 4 tensors, one of each rank, got 1"),
-        (lambda: ray_group._array(None), "must be numpy arrays or tensors of torch"),
-        (lambda: ray_group._fill(ones, np.ones(4, np.float32)), "must have 4 elements of float32, got 3"),
+        (lambda: ray_group._only([fixed], filled=True), "must be writable"),
+        (lambda: ray_group._blocks([[ones]], 4, ones), "must hold 4 tensors, one of each rank, got 1"),
+        (lambda: ray_group._blocks([[ones, ones[:2]]], 2, ones), "tensor 1 .* 3 elements of float32, got 2"),
+        (lambda: ray_group._only([None]), "must be numpy arrays or tensors of torch"),
     ):
         with pytest.raises(UsageError, match=words):
             call()

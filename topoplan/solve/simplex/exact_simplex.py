@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,7 +78,7 @@ class PackingSimplex:
             self._weights += [int(weight) for weight in np.abs(block).sum(axis=0)]
             self._heaviest = max(self._weights)
             self._price(np.concatenate([self._costs[: self.columns], np.array(costs, dtype=np.int64)]))
-            self._columns = np.hstack([self._columns, block])
+            self._columns = cast("Whole", np.hstack([self._columns, block]))
             self._allowed = np.concatenate([self._allowed, np.ones(len(columns), dtype=bool)])
 
     @property
