@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from types import NoneType
 from typing import Any, Generic, TypeVar
 
@@ -195,7 +195,6 @@ class Execution(Generic[Array]):
         self._cached: dict[PlanQuery, CachedCall] = {}
         self._exchanges: dict[str, ExchangeRounds[Array]] = {}
         self._prepared_calls = 0
-        self._counts = KnownCounts()
 
     def run(self, request: Request[Array]) -> Any:
         """Run a request to its end; return the result, or a list with one for each rank of this process."""
@@ -445,6 +444,10 @@ class Execution(Generic[Array]):
         )
         call = Call(key.plan, table, signature, op, signature.dtype, itemsize, memory)
         self._run(call, key.digest, count * itemsize)
+
+    @cached_property
+    def _counts(self) -> KnownCounts:
+        return KnownCounts()
 
     def run_uneven(self, asked: UnevenCall[Array]) -> Any:
         """Run an all-to-all of uneven blocks as `run`, once all ranks know the counts of all.
