@@ -236,8 +236,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     received.clear()
-    with contextlib.nullcontext() if rank else raising_for_signals():
-        return _run_wrapped(given)
+    try:
+        with contextlib.nullcontext() if rank else raising_for_signals():
+            return _run_wrapped(given)
+    finally:
+        if arguments is not None:
+            received.clear()  # the caller goes on: its later waits are not those of this command
 
 
 def _run_wrapped(given: list[str]) -> int:

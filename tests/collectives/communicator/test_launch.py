@@ -18,6 +18,7 @@ from collectives.communicator.launch import launch_local, local_ranks, reserved_
 from tests.support.hand_plans import forest_plan
 from topoplan.cli.main import RANK_VARIABLES, main
 from topoplan.errors import UsageError
+from topoplan.interrupts import raise_if_interrupted
 
 PRINT_PLACE = """
 import os
@@ -200,6 +201,7 @@ def test_a_signal_is_an_interrupt(
     assert main(["list"]) == 128 + signal.SIGTERM
     assert "terminated" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    raise_if_interrupted()  # the signal was that command's: later waits of this process go on
     monkeypatch.setenv("RANK", "0")
     left = signal.SIG_DFL
     monkeypatch.setattr(commands, "_run", lambda *given: int(signal.getsignal(signal.SIGTERM) is not left))
