@@ -336,16 +336,21 @@ def serving_plan(known: Sequence[PlanKey], rows: Counts) -> Plan | None:
     if time is None:
         return None
     if len(rows) <= MOST_PLANNED:
-        bounds = (_least_time(key.plan, moved) for key in known)
+        bounds = (_least_time(key, moved) for key in known)
         if all(time > bound * SERVED_WITHIN for bound in bounds):
             return None
     return known[number].plan
 
 
 @lru_cache(maxsize=64)
+def _fabric(key: PlanKey) -> Fabric:
+    return Fabric(key.plan.topology, key.plan.channels)
+
+
+@lru_cache(maxsize=64)
 def _crossings(key: PlanKey) -> tuple[int, list[tuple[int, int, int, list[int]]], list[Fraction]]:
     """Return the paths of a plan, as destination, source, parts of the block and links; their unit; and capacities."""
-    fabric = Fabric(key.plan.topology, key.plan.channels)
+    fabric = _fabric(key)
     shares, shards = block_shares(key), iter(key.plan.shards)
     unit = lcm(*(part.denominator for parts in shares.values() for part in parts))
     crossed = []
@@ -374,15 +379,15 @@ def _time_by(key: PlanKey, moved: Counts) -> Fraction | None:
     return max(load / (unit * width) for width, load in fullest.items())
 
 
-def _least_time(plan: Plan, moved: Counts) -> Fraction:
+def _least_time(key: PlanKey, moved: Counts) -> Fraction:
     """Return a lower bound of `_time_by` for any plan, proved by the certificate of this one; 0 without one."""
-    certificate = plan.certificate
+    certificate = key.plan.certificate
     lengths = certificate.certificate if isinstance(certificate, Demand) else certificate
     if not isinstance(lengths, OneFabric):
         return Fraction(0)
     demand = Demand(moved, lengths)
     try:
-        return demand.buffer / demand.bound(Fabric(plan.topology, plan.channels), ALL_TO_ALL, None)
+        return demand.buffer / demand.bound(_fabric(key), ALL_TO_ALL, None)
     except PlanError:  # these lengths prove nothing here
         return Fraction(0)
 

@@ -48,14 +48,20 @@ def random_cluster(seed: int, *, most: int) -> ClusterByKind | None:
     return found if found.servers > 1 and found.size <= most else None
 
 
-def random_three_levels(seed: int, *, most: int) -> ClusterByKind | None:
-    """Return a fat tree of three levels whose pods are often the bottleneck, as `random_cluster`."""
-    rng = random.Random(f"three levels {seed}")
+def _random_servers(rng: random.Random, most: int) -> list[Server]:
+    """Return one to three kinds of servers, up to so many of each."""
     servers = []
     for _ in range(rng.choice([1, 1, 2, 3])):
         gpus = list(range(rng.choice([1, 2, 4]))) if rng.random() < 0.7 else None
-        rate, count = rng.choice([None, 50, 200]), rng.randint(2, 14)
+        rate, count = rng.choice([None, 50, 200]), rng.randint(2, most)
         servers.append(Server(rng.choice(MACHINES), gpus, nic_gbps=rate, count=count))
+    return servers
+
+
+def random_three_levels(seed: int, *, most: int) -> ClusterByKind | None:
+    """Return a fat tree of three levels whose pods are often the bottleneck, as `random_cluster`."""
+    rng = random.Random(f"three levels {seed}")
+    servers = _random_servers(rng, 14)
     try:
         found = topoplan.cluster_by_kind(
             servers,
@@ -76,11 +82,7 @@ def random_three_levels(seed: int, *, most: int) -> ClusterByKind | None:
 def random_dragonfly(seed: int, *, most: int) -> ClusterByKind | None:
     """Return a dragonfly of two groups or more, equal ones or of servers that differ, as `random_cluster`."""
     rng = random.Random(f"dragonfly {seed}")
-    servers = []
-    for _ in range(rng.choice([1, 1, 2, 3])):
-        gpus = list(range(rng.choice([1, 2, 4]))) if rng.random() < 0.7 else None
-        rate, count = rng.choice([None, 50, 200]), rng.randint(2, 9)
-        servers.append(Server(rng.choice(MACHINES), gpus, nic_gbps=rate, count=count))
+    servers = _random_servers(rng, 9)
     try:
         found = topoplan.cluster_by_kind(
             servers,

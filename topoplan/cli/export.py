@@ -23,8 +23,7 @@ from topoplan.cli.output import (
     progress_line,
     write_whole,
 )
-from topoplan.cli.plan_cluster import large_cluster, server_number
-from topoplan.cli.sources import read_machine, read_plan_or_machine
+from topoplan.cli.sources import large_cluster, read_machine, read_plan_or_machine, server_number
 from topoplan.engines.exported import Choices, Exported, one_server
 from topoplan.engines.msccl_write import RUNTIMES
 from topoplan.engines.nccl.environment_file import nccl_environment

@@ -21,9 +21,9 @@ from topoplan.cli.output import (
     table_of,
     thinned,
 )
-from topoplan.cli.plan_cluster import large_cluster, operation_words, root_rank
+from topoplan.cli.plan_cluster import operation_words, root_rank
 from topoplan.cli.simulate import NCCL, TIMES, Times, verdict
-from topoplan.cli.sources import MACHINE_OPTIONS, is_plan, read_by_kind, read_plan_text
+from topoplan.cli.sources import MACHINE_OPTIONS, is_plan, large_cluster, read_by_kind, read_plan_text
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.fabric import channel_words

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from topoplan.cli.machine_options import NETWORK_OPTIONS, faulty_by_kind, requested_by_kind
 from topoplan.cli.output import (
     DEFAULT_LINES,
     Answer,
@@ -27,7 +26,7 @@ from topoplan.cli.output import (
     thinned,
 )
 from topoplan.cli.plan_sets import FAILURE_NOUN
-from topoplan.cli.sources import DESCRIPTION_OPTIONS, read_topology
+from topoplan.cli.sources import CHANNELS_BY_KIND, read_large, server_number
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
 from topoplan.machine.fabric import channel_words
@@ -38,7 +37,6 @@ from topoplan.plans.kind_templates import KindTemplate
 from topoplan.plans.plan import ALL_TO_ALL
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import bracket_notation
-from topoplan.reading.load import library, load_cluster_by_kind
 from topoplan.solve.packing.kind_composition import plan_by_kind
 from topoplan.units import counted, format_seconds, format_size, labelled, rate_words
 
@@ -54,8 +52,6 @@ _LISTED_ONLY = (
 )
 """Options of listed plans, if they are given."""
 
-_CHANNELS = ("auto", "nvlink+network", "pcie+network")
-
 
 def requested_cluster(options: argparse.Namespace, topology: Topology | None) -> ClusterByKind | None:
     """Return the cluster that is planned by kind; None if the options ask for a listed plan.
@@ -65,40 +61,14 @@ def requested_cluster(options: argparse.Namespace, topology: Topology | None) ->
     """
     listed = options.listed or options.bound_only or options.method != "exact" or options.schedule != "trees"
     listed = listed or any(getattr(options, name) not in (None, False) for name in _LISTED_ONLY)
-    listed = listed or options.channels not in _CHANNELS
-    cluster = None if listed else _large(options, topology)
+    listed = listed or options.channels not in CHANNELS_BY_KIND
+    cluster = None if listed else read_large(options, topology)
     if options.list is not None and cluster is None:
         raise UsageError(
             f"--list needs a cluster of more than {MOST_LISTED} GPUs that is planned by kind; leave --list out, or "
             "leave out the options of listed plans"
         )
     return cluster
-
-
-def large_cluster(options: argparse.Namespace, listed_only: Sequence[str]) -> ClusterByKind | None:
-    """Return the cluster of TOPO if it has more than `MOST_LISTED` GPUs; None if one of the options needs its list."""
-    listed = any(getattr(options, name) not in (None, False) for name in listed_only)
-    of_machine = options.servers is not None or options.domain is not None
-    if listed or (getattr(options, "channels", None) or "auto") not in _CHANNELS:
-        return None
-    if not of_machine and (not isinstance(options.topo, str) or options.topo in library()):
-        return None
-    return _large(options, read_topology(options) if of_machine else None)
-
-
-def _large(options: argparse.Namespace, topology: Topology | None) -> ClusterByKind | None:
-    """Return the cluster of more than `MOST_LISTED` GPUs, with its faults; None for another machine."""
-    cluster = _from_file(options) if topology is None else requested_by_kind(options, topology)
-    if cluster is None or cluster.size <= MOST_LISTED or cluster.servers < 2:
-        return None
-    return faulty_by_kind(options, cluster)
-
-
-def _from_file(options: argparse.Namespace) -> ClusterByKind | None:
-    given = (*DESCRIPTION_OPTIONS, *NETWORK_OPTIONS, "overlay")
-    if any(getattr(options, name) is not None for name in given):
-        return None
-    return load_cluster_by_kind(options.topo)
 
 
 def run(options: argparse.Namespace, cluster: ClusterByKind) -> Answer | None:
@@ -361,14 +331,6 @@ def _survival_lines(book: SurvivalByKind, *, every: bool) -> Iterator[str]:
     )
     yield from folded_line(left, "class")
     yield f"planned in {format_seconds(book.seconds)}"
-
-
-def server_number(cluster: ClusterByKind, name: str, option: str) -> int:
-    """Return the number of the server that an option names; UsageError if the cluster has none of this name."""
-    number, last = name.removeprefix("s"), cluster.servers - 1
-    if name == number or not number.isdecimal() or int(number) > last:
-        raise UsageError(f"{option} must name a server from s0 to s{last}, got {name[:40]!r}")
-    return int(number)
 
 
 class ServerPart:

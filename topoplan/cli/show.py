@@ -31,7 +31,7 @@ from topoplan.cli.output import (
     table,
     table_of,
 )
-from topoplan.cli.sources import read_machine
+from topoplan.cli.sources import large_cluster, read_machine
 from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.half_duplex import merged
 from topoplan.machine.nic_wiring import WiredServer
@@ -220,8 +220,6 @@ ALL_OPTION = "--all  print the whole matrix, the device tree and every link"
 
 def run(options: argparse.Namespace) -> Answer:
     """Show the devices, links and connection matrix of a machine; with --json as topology JSON."""
-    from topoplan.cli.plan_cluster import large_cluster
-
     cluster = None if options.all or options.json or options.plot else large_cluster(options, ())
     if cluster is not None and all(cluster.gpus_of_kind[kind] for kind, count in cluster.runs if count):
         return _shown_by_kind(cluster)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,12 +14,16 @@ from topoplan.cli.arguments import refuse_beside
 from topoplan.cli.machine_options import (
     CLUSTER_OPTIONS,
     FAULT_OPTIONS,
+    NETWORK_OPTIONS,
     RequestedMachine,
     apply_cluster_options,
     apply_faults,
     apply_overlay,
+    faulty_by_kind,
+    requested_by_kind,
 )
 from topoplan.errors import Note, PlanError, TopologyError, UsageError
+from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
 from topoplan.machine.hardware import (
     BY_CAPABILITY,
     assumed_capability,
@@ -35,7 +39,7 @@ from topoplan.plans.file_values import parse_object
 from topoplan.plans.plan import Plans
 from topoplan.plans.size_plans import parse_plan_file
 from topoplan.plans.verify import verify_all
-from topoplan.reading.load import decode_log, library, load, load_text, read_text
+from topoplan.reading.load import decode_log, library, load, load_cluster_by_kind, load_text, read_text
 from topoplan.reading.registry import RATES
 from topoplan.reading.slurm import expand_hostlist
 
@@ -54,6 +58,9 @@ MACHINE_OPTIONS = (
     *FAULT_OPTIONS,
 )
 """Options that a plan file settles; a command has some of them, None if they are not given."""
+
+CHANNELS_BY_KIND = ("auto", "nvlink+network", "pcie+network")
+"""Channels of plans by kind."""
 
 _REMEDY = "give a plan file, made by topoplan plan TOPO -o F.json"
 
@@ -79,9 +86,23 @@ def apply_machine_options(options: argparse.Namespace, topology: Topology) -> Re
 
 
 def read_topology(options: argparse.Namespace) -> Topology:
-    """Return the machine of TOPO without other options; errors as `topoplan.load`."""
-    _check_stdin(options)
-    return printable_machine(load(options.topo, **_load_options(options)))
+    """Return the machine of TOPO without other options; errors as `topoplan.load`.
+
+    The options keep it: stdin and pipes are read once.
+    """
+    found = _read_before(options)
+    if found is None:
+        _check_stdin(options)
+        given = _load_options(options)
+        found = printable_machine(load(options.topo, **given))
+        options.read_before = options.topo, given, found
+    return found
+
+
+def _read_before(options: argparse.Namespace) -> Topology | None:
+    """Return what `read_topology` has returned for the same TOPO and description options; None at first."""
+    *asked, found = getattr(options, "read_before", (None, None, None))
+    return found if asked == [options.topo, _load_options(options)] else None
 
 
 def read_as_logged(options: argparse.Namespace, model: str) -> RequestedMachine:
@@ -164,7 +185,7 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plans | Topology:
     if isinstance(options.topo, Plans):
         verify_all(options.topo)
         return options.topo
-    if isinstance(options.topo, Topology):
+    if isinstance(options.topo, Topology) or _read_before(options) is not None:
         return read_topology(options)
     path = Path(options.topo)
     if options.topo in library() or (options.topo != "-" and (path.is_dir() or not path.exists())):
@@ -205,6 +226,40 @@ def may_be_large(options: argparse.Namespace) -> bool:
     if not isinstance(options.topo, str):
         return not isinstance(options.topo, (Plans, Topology))
     return options.topo not in library() and Path(options.topo).is_file()
+
+
+def large_cluster(options: argparse.Namespace, listed_only: Sequence[str]) -> ClusterByKind | None:
+    """Return the cluster of TOPO if it has more than `MOST_LISTED` GPUs; None if one of the options needs its list."""
+    listed = any(getattr(options, name) not in (None, False) for name in listed_only)
+    of_machine = options.servers is not None or options.domain is not None
+    if listed or (getattr(options, "channels", None) or "auto") not in CHANNELS_BY_KIND:
+        return None
+    if not of_machine and (not isinstance(options.topo, str) or options.topo in library()):
+        return None
+    return read_large(options, read_topology(options) if of_machine else None)
+
+
+def read_large(options: argparse.Namespace, topology: Topology | None) -> ClusterByKind | None:
+    """Return the cluster of more than `MOST_LISTED` GPUs, with its faults; None for another machine."""
+    cluster = _from_file(options) if topology is None else requested_by_kind(options, topology)
+    if cluster is None or cluster.size <= MOST_LISTED or cluster.servers < 2:
+        return None
+    return faulty_by_kind(options, cluster)
+
+
+def _from_file(options: argparse.Namespace) -> ClusterByKind | None:
+    given = (*DESCRIPTION_OPTIONS, *NETWORK_OPTIONS, "overlay")
+    if any(getattr(options, name) is not None for name in given):
+        return None
+    return load_cluster_by_kind(options.topo)
+
+
+def server_number(cluster: ClusterByKind, name: str, option: str) -> int:
+    """Return the number of the server that an option names; UsageError if the cluster has none of this name."""
+    number, last = name.removeprefix("s"), cluster.servers - 1
+    if name == number or not number.isdecimal() or int(number) > last:
+        raise UsageError(f"{option} must name a server from s0 to s{last}, got {name[:40]!r}")
+    return int(number)
 
 
 def read_by_kind(text: str, path: str) -> PlanByKind | None:

@@ -28,6 +28,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from itertools import chain
 from math import lcm
 
@@ -165,7 +166,8 @@ def plan_late(
     size_in_bytes = parse_size(nbytes) if isinstance(nbytes, str) else nbytes
     if size_in_bytes <= 0:
         raise UsageError(f"nbytes must be above 0, got {size_in_bytes}; give the size of the buffer")
-    usual = plan_together(asked.machine, gpus=asked.gpus, channels=channels, progress=progress)
+    make = partial(plan_together, asked.machine, channels=channels, progress=progress)
+    usual = make(gpus=asked.gpus)
     fabric = Fabric(usual.topology, usual.channels)
     if fabric.in_network:
         raise UsageError("late ranks need a machine whose switches do not add; leave --in-network out")
@@ -175,7 +177,7 @@ def plan_late(
     least = max(late[rank] + size_in_bytes / (float(bounds[rank]) * 1e9) for rank in late)
     candidates = [usual]
     delay = _rounded_delay(usual, arrival / size_in_bytes)
-    shards = _late_forest(asked, fabric, latest, delay, channels, progress)
+    shards = _late_forest(asked, fabric, latest, delay, make)
     if shards:
         candidates.append(bounded_plan(fabric, "allreduce", shards, LATE))
         verify(candidates[-1])
@@ -257,8 +259,7 @@ def _late_forest(
     fabric: Fabric,
     latest: int,
     delay: Fraction,
-    channels: str,
-    progress: Callable[[str], None] | None,
+    make: Callable[..., Plan],
 ) -> tuple[Shard, ...]:
     """Return the shards for a late rank; () if no tree joins it so.
 
@@ -267,8 +268,8 @@ def _late_forest(
     routes = DirectRoutes(fabric)
     trees = _unique(
         chain(
-            _rooted_trees(asked, fabric, routes, latest, channels, progress),
-            _joined_trees(asked, fabric, routes, latest, channels, progress),
+            _rooted_trees(asked, fabric, routes, latest, make),
+            _joined_trees(asked, fabric, routes, latest, make),
         )
     )
     if not trees:
@@ -374,17 +375,14 @@ def _rooted_trees(
     fabric: Fabric,
     routes: DirectRoutes,
     latest: int,
-    channels: str,
-    progress: Callable[[str], None] | None,
+    make: Callable[..., Plan],
 ) -> Iterator[tuple[Stage, ...]]:
     """Yield stages from the trees of a broadcast by the late rank.
 
     If it has one child, that is the root, with one hop less after the arrival and the same loads.
     """
     root = asked.gpus[latest]
-    forest = plan_together(
-        asked.machine, "broadcast", gpus=asked.gpus, root=root, channels=channels, progress=progress
-    )
+    forest = make("broadcast", gpus=asked.gpus, root=root)
     if forest.channels != fabric.channels:
         return
     for shard in forest.shards:
@@ -404,14 +402,13 @@ def _joined_trees(
     fabric: Fabric,
     routes: DirectRoutes,
     latest: int,
-    channels: str,
-    progress: Callable[[str], None] | None,
+    make: Callable[..., Plan],
 ) -> Iterator[tuple[Stage, ...]]:
     """Yield stages from the trees of an allreduce among the other ranks, whose roots the late rank joins."""
     others = [rank for rank in range(fabric.size) if rank != latest]
     chosen = [asked.gpus[rank] for rank in others]
     try:
-        forest = plan_together(asked.machine, gpus=chosen, channels=channels, progress=progress)
+        forest = make(gpus=chosen)
     except InfeasibleError:
         return
     if len(others) > 1 and forest.channels != fabric.channels:

@@ -408,7 +408,7 @@ def _readers(folder: str) -> tuple[LoadMachine, LoadTree]:
 
 
 def load_cluster_by_kind(source: str | os.PathLike[str]) -> ClusterByKind | None:
-    """Return the cluster of a cluster file by kinds of servers; None for others, named nodes, helpers, dragonflies.
+    """Return the cluster of a cluster file by kinds of servers; None for others, named nodes and helpers.
 
     ``source`` is a path, or the text of a file, as for `load`. Errors are those of `load`.
     """

@@ -128,9 +128,7 @@ class RelayEngine(WindowEngine):
         source: int,
         result: int,
         move: Move | None = None,
-        *,
-        captured: object = None,
-        digest: int | None = None,
+        **settings: Any,
     ) -> None:
         """Queue a program, and those of the relays beside it; the stream continues when all have ended."""
         begun, ended = self._end_of(self._stream, before=None), []
@@ -139,7 +137,7 @@ class RelayEngine(WindowEngine):
                 relay.stream.wait_event(begun)
                 relay.engine.queue(one, 0, 0)
                 ended.append(self._end_of(relay.stream, before=None))
-        super().queue(bound, source, result, move, captured=captured, digest=digest)
+        super().queue(bound, source, result, move, **settings)
         for event in ended:
             self._stream.wait_event(event)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import topoplan
 from tests.support.checkout import Done, Run
 from tests.topoplan.cli.conftest import Told
 
@@ -184,3 +185,12 @@ def test_the_environment_of_a_large_cluster_is_that_of_its_list(done: Done, netw
     assert done(f"{given} --servers 1250 --server s1249") == large
     refused = done(f"{given} --servers 1250 --server s1250", status=2)
     assert "--server must name a server from s0 to s1249, got 's1250'" in refused
+
+
+def test_a_machine_on_stdin_is_read_once(done: Done) -> None:
+    """Large clusters are asked for first, of the same text."""
+    text = topoplan.load("dgx-1v").to_json()
+    for line in ("show -", "compare -", "simulate - --sizes 1MB", "export - --to nccl-env", "plan -"):
+        for servers in (2, 64):
+            made = done(f"{line} --servers {servers} --nic-gbps 100", stdin=text)
+            assert f"{servers} x dgx-1v" in made

@@ -26,7 +26,7 @@ static int start(void **context, uint64_t communicator, size_t ranks, size_t ser
                  void *constants) {
   Context *made = malloc(sizeof *made);
   (void)communicator, (void)domains, (void)constants;
-  if (made == NULL) return 2; /* ncclSystemError: NCCL goes on without the plug-in */
+  if (made == NULL) return 2; /* ncclSystemError: NCCL continues without the plug-in */
   made->applies = ranks == RANKS && servers == SERVERS;
   *context = made;
   if (log != NULL)

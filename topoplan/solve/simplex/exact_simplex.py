@@ -75,7 +75,7 @@ class PackingSimplex:
         """Append columns (each with one whole number per row) and their objective coefficients."""
         if columns:
             block = _columns_of(columns)
-            self._weights += [int(weight) for weight in np.abs(block).sum(axis=0)]
+            self._weights += np.abs(block).sum(axis=0).tolist()
             self._heaviest = max(self._weights)
             self._price(np.concatenate([self._costs[: self.columns], np.array(costs, dtype=np.int64)]))
             self._columns = cast("Whole", np.hstack([self._columns, block]))
