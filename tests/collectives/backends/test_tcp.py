@@ -364,13 +364,14 @@ def test_ranks_go_on_without_a_link_that_a_failure_names(
     make: Callable[[str], Plan], on_failure: str
 ) -> None:
     """Over the cables that are left, one of which the first plan may leave idle; all ranks stay."""
-    plan = make("dgx-spark-x3")
+    plan, together = make("dgx-spark-x3"), threading.Barrier(3)
     sums = [np.full(1 << 14, 6.0)] * 2
 
     def body(backend: TcpBackend, rank: int) -> Any:
         with Communicator(plan, backend, chunk_bytes=1 << 12, on_failure=on_failure) as comm:
             mine = np.full(1 << 14, rank + 1.0)
             first = comm.all_reduce(mine)
+            together.wait(60.0)  # a rank that still ran the first one would fail in it
             if rank == 1:
                 backend._world.tell(BackendError("the link is cut", peer=0, links=((0, 1, "network"),)))
             if on_failure == "raise":
