@@ -68,6 +68,7 @@ def test_ranks_that_differ_refuse_and_continue(mistakes: list[dict[str, Any]]) -
     check_refusals([one["refusals"] for one in mistakes])
 
 
+@pytest.mark.thorough
 def test_mistakes_of_one_rank_are_told_on_all_and_communicators_close(mistakes: list[dict[str, Any]]) -> None:
     for one in mistakes:
         assert "failed in an earlier collective" in one["after failure"]["text"]

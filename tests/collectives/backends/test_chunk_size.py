@@ -64,6 +64,7 @@ def test_pipelines_run_within_a_sixth_of_their_best_after_at_most_14_calls(alpha
     assert pipeline(found, alpha=alpha, hops=hops) <= best * 7 / 6
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("slow", range(14))
 @pytest.mark.parametrize("name", CURVES)
 def test_one_slow_call_changes_nothing(name: str, slow: int) -> None:

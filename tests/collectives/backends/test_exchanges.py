@@ -156,6 +156,7 @@ def in_order(arrays: list[Any]) -> Any:
     return total
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["pair", "stars", "relayed", "many trees", "servers"])
 def test_sums_are_the_same_bits_on_all_ranks(kind: str) -> None:
     """One exchange adds in the order of ranks; inputs stay as they are, and results may take their places."""

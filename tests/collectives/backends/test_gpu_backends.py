@@ -66,6 +66,7 @@ def test_loopback_repeats_its_bits(machine: Machine, cupy: ModuleType, collectiv
     assert machine.graph_launches == 3
 
 
+@pytest.mark.thorough
 def test_a_caller_may_copy_during_capture(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a training loop does that puts gradients into the next bucket: another thread, the stream of the library."""
     backend, plan = LoopbackGpu(cupy, 6, step_bytes=2000), forest_plan(6, "allreduce", "binary")
@@ -175,6 +176,7 @@ def test_real_plans_have_loopbacks_bits(machine: Machine, cupy: ModuleType, name
     assert identical(outcome(results), wanted)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["loopback-gpu", "nccl"])
 def test_out_may_be_strided_or_the_input(machine: Machine, cupy: ModuleType, backend: str) -> None:
     machine.gpus = 4

@@ -212,6 +212,7 @@ def test_calls_after_a_replayed_graph_end_at_once(machine: Machine, cupy: Module
     assert what == "hangs" or not any(one.name.startswith("nccl") for one in left)
 
 
+@pytest.mark.thorough
 def test_an_error_of_the_gpu_is_told_by_the_rank_that_met_it(machine: Machine, cupy: ModuleType) -> None:
     """CuPy's events are never done after an illegal address, and so nobody would say which rank it was."""
     machine.gpus = 3

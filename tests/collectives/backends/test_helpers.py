@@ -47,6 +47,7 @@ def arrays_for(collective: str, count: int = COUNT) -> list[Any]:
     return [given_to(rank, RANKS, collective, count) for rank in range(RANKS)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", ["allreduce", "broadcast", "reduce", "reduce_scatter", "allgather"])
 def test_helpers_over_tcp_add_up_as_on_loopback(collective: str) -> None:
     plan = topoplan.plan(helped_star(RANKS, HELPERS), collective)
@@ -209,6 +210,7 @@ def test_a_helper_with_another_plan_is_named_by_all() -> None:
     assert all(f"helper {RANKS} cannot take part" in str(one) for one in found[:RANKS])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", ["allreduce", "broadcast", "reduce", "reduce_scatter", "allgather"])
 def test_relays_on_a_gpu_work_in_scratch_alone(collective: str, machine: Machine, cupy: ModuleType) -> None:
     """Each relay is a buffer besides those of the ranks; sums have the bits of loopback, as a graph too."""

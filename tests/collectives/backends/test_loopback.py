@@ -731,6 +731,7 @@ def test_trees_of_unequal_weight_keep_their_parts_of_a_shared_link() -> None:
     assert seconds(plan, nbytes, chunk_bytes=nbytes // 500) == pytest.approx(1, rel=0.03)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [*PLANS, "dgx-1v, gather"])
 def test_crossings_load_every_link_as_the_rate_counts_it(name: str) -> None:
     machine = topoplan.load("dgx-1v")

@@ -71,6 +71,7 @@ def check_bits(
     return [said for _, said in found]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_idle_gpus_add_and_send_on(machine: Machine, cupy: ModuleType, collective: str) -> None:
     machine.gpus, machine.peers = 8, True
@@ -93,6 +94,7 @@ def test_relays_of_islands(machine: Machine, cupy: ModuleType, collective: str) 
     check_bits(cupy, plan, gpus)
 
 
+@pytest.mark.thorough
 def test_an_average_divides_by_the_ranks_alone(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus, machine.peers = 8, True
     plan, given = relayed(), floats(4, 4200)
@@ -102,6 +104,7 @@ def test_an_average_divides_by_the_ranks_alone(machine: Machine, cupy: ModuleTyp
     assert outcome(found) == [[one] * 2 for one in wanted]
 
 
+@pytest.mark.thorough
 def test_only_pairs_of_the_trees_access_each_other(machine: Machine, cupy: ModuleType) -> None:
     """On a DGX-1V GPUs without an NVLink do not: the ranks alone have messages."""
     machine.gpus, machine.peers = 8, True
@@ -117,6 +120,7 @@ def test_only_pairs_of_the_trees_access_each_other(machine: Machine, cupy: Modul
     assert said[0].endswith("; windows over peer access with relays gpu2, gpu3, gpu5, gpu7")
 
 
+@pytest.mark.thorough
 def test_a_relay_exchanges_no_messages(machine: Machine, cupy: ModuleType) -> None:
     """The machine states that a relay has no peer access to a rank, and the trees pass them through a CPU."""
     machine.gpus, machine.peers = 8, True
@@ -164,6 +168,7 @@ def test_a_pair_that_no_tree_joins_needs_no_access(machine: Machine, cupy: Modul
     assert all("messages for" not in said for said in found), found
 
 
+@pytest.mark.thorough
 def test_processes_open_the_arenas_of_relays(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +269,7 @@ def test_all_ranks_refuse_what_is_not_there_and_go_on(
     assert machine.memory == {}
 
 
+@pytest.mark.thorough
 def test_ranks_on_other_gpus_and_demanded_messages_are_refused(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus, machine.peers = 8, True
     given = floats(4, 300)
@@ -294,6 +300,7 @@ def test_other_ranks_and_relays(
     check_bits(cupy, topoplan.plan(topoplan.with_relays("dgx-1v", gpus, relays), collective), gpus)
 
 
+@pytest.mark.thorough
 def test_relays_that_no_tree_passes_need_nothing(machine: Machine, cupy: ModuleType) -> None:
     """They may be invisible; nor does a fact matter of a GPU without NVLinks, which the trees do not number."""
     machine.gpus, machine.peers = 7, True
@@ -315,6 +322,7 @@ def test_relays_that_no_tree_passes_need_nothing(machine: Machine, cupy: ModuleT
     assert machine.memory == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", ["blocking launches", "an engine"])
 def test_all_ranks_refuse_relays_that_one_cannot_open(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, what: str

@@ -46,6 +46,7 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", list(METHODS))
 def test_repeated_calls_have_equal_results(collective: str, in_ranks: Any, repeats: list[str]) -> None:
     plan = forest_plan(3, collective, "chain")

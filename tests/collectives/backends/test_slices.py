@@ -306,6 +306,7 @@ def test_all_ranks_cut_buffers_if_each_gpu_has_room_for_both_kernels(
     assert outcome(on_every_rank(cupy, PLAN, task, **OPTIONS)) == [(24, overlaps)] * 4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 1000, 70_001])
 @pytest.mark.parametrize("slices", [1, 2, 3, 4])
 def test_slices_are_aligned_parts_of_every_shard_that_leave_nothing_out(

@@ -63,6 +63,7 @@ def run_engine(
     return on_every_rank(cupy, plan, task, region_bytes=REGION, **options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("windows", "peers", "kind"),
     [
@@ -343,6 +344,7 @@ def test_refuses_arrays_of_cupy_while_torch_captures(
         assert "\n" not in text
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("calls", "waits"), [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("other", ["new", "repeated"])
 def test_a_difference_that_is_found_after_further_calls_ends_all_ranks(
@@ -942,6 +944,7 @@ def test_arrays_of_empty_outlive_the_communicator(machine: Machine, cupy: Module
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "collective"), [*(("v100x4", one) for one in COLLECTIVES), ("dgx-h100", "allreduce")]
 )
@@ -965,6 +968,7 @@ def check_steps(plan: Plan) -> None:
     assert small == (tree_steps.order_of(key) is not None), plan
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("schedule", ["trees", "ring"])
 @pytest.mark.parametrize("blocks", [1, 5, 24, 48])
 @pytest.mark.parametrize("nbytes", [1 << 12, 1 << 20, 1 << 24, 1 << 28])

@@ -60,6 +60,7 @@ def test_chunk_sizes_may_be_texts() -> None:
         Communicator("v100x4", chunk_bytes=1.5)  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("dtype", ["float16", "float64", "int8"])
 def test_bytes_of_the_whole_buffer_pick_the_plan(collective: str, dtype: str) -> None:

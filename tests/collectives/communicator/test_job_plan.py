@@ -275,6 +275,7 @@ def test_the_plan_of_a_process_is_kept_for_the_same_job_only(host: str) -> None:
     assert other.rounds == 5
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_any_gpus_on_any_hosts_gives_a_plan_in_that_order(seed: int, host: str) -> None:
     random = np.random.default_rng(seed)

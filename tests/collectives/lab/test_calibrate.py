@@ -365,6 +365,7 @@ def test_with_a_cupy_that_cannot_be_loaded(
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("driven", "arguments", "message"),
     [

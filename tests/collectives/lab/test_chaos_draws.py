@@ -93,6 +93,7 @@ def results(piece: RandomCollective) -> dict[int, np.ndarray | None]:
         return dict(zip(THERE, getattr(comm, METHODS[piece.kind])(arrays, **options), strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("piece", PIECES, ids=lambda piece: f"{piece.kind} {piece.dtype} {piece.op}")
 def test_every_wrong_element_is_seen_and_no_other(piece: RandomCollective) -> None:
     """Changed by the least that a whole number can be, or a tenth by a thousandth; lost, or another round's."""

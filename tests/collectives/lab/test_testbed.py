@@ -495,6 +495,7 @@ def test_a_machine_that_refuses_namespaces_says_so_in_one_line(tmp_path: Path) -
     assert not done.stdout
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("words", "said"),
     [

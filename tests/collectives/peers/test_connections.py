@@ -364,6 +364,7 @@ def test_one_process_listens_once_at_an_address_and_the_loop_ends_with_its_last_
     assert not any(thread.name == "topoplan connections" for thread in threading.enumerate())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "text",
     [

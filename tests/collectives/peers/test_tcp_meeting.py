@@ -166,6 +166,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
         assert error.peer == 1
 
 
+@pytest.mark.thorough
 def test_a_rendezvous_opens_as_many_files_as_it_has_ranks_or_refuses_them() -> None:
     script = """
 import resource
@@ -655,6 +656,7 @@ def test_a_wrapper_that_was_started_as_the_rank_has_not_launched_it() -> None:
     assert first.launchers[-1][0] == os.getpid()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shared", [False, True], ids=["tcp", "shared"])
 @pytest.mark.parametrize("beside", [False, True], ids=["after", "beside"])
 @pytest.mark.parametrize("hosted", [False, True], ids=["rank 0 listens", "launcher listens"])

@@ -203,6 +203,7 @@ def test_plans_ahead_are_not_made_again(
         assert comm.plan == book.plan_without(links=["gpu0-gpu3"])
 
 
+@pytest.mark.thorough
 def test_what_the_book_has_no_plan_for_is_planned(book: topoplan.SurvivalPlans) -> None:
     with Communicator(book) as comm:
         comm.shrink(without=[3, 5])

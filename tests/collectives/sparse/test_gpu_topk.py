@@ -42,6 +42,7 @@ def check(found: tuple[Any, ...], x: Any, k: int) -> None:
     assert same((found[0].get(), found[1].get()), reference(x, k)), (x.size, k)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
 @pytest.mark.parametrize("kind", sorted(DATA))
 def test_topk_is_exact_and_takes_the_first_of_equals(fake: Fake, kind: str, dtype: str) -> None:

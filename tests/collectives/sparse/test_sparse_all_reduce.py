@@ -95,6 +95,7 @@ def test_conserves_gradients_over_many_steps(gpus: list[int] | str | None, excha
         check_conservation(comm, steps, exchanges=[exchange], density=0.01)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("values", ["as given", "float16", "bfloat16", "fixed8", "fixed16"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_conserves_gradients_whatever_the_encoding_rounds(
@@ -226,6 +227,7 @@ def test_the_model_gathers_few_entries_and_sums_many() -> None:
         assert "1049 of 1048576 entries of each of 8 ranks" in str(few)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("exchange", ["dense", "pairs", "tree", "balanced"])
 def test_a_named_exchange_plans_no_other(exchange: str) -> None:
     """Its own model time is told, and a plan for gathered entries is made only where they are gathered."""
@@ -298,6 +300,7 @@ def test_sums_beyond_float16_are_infinite_without_a_warning(
     assert not recwarn.list
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("values", ["float32", "float16", "bfloat16", "fixed8", "fixed16"])
 @pytest.mark.parametrize("exchange", EXCHANGES[1:])
 def test_values_beyond_the_encoding_are_sent_in_parts(
@@ -322,6 +325,7 @@ def test_values_beyond_the_encoding_are_sent_in_parts(
         assert summed[7] == -largest, "all of it, in 16 steps"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("values", ["as given", "float16", "bfloat16"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_infinities_reach_all_ranks_and_are_not_kept(

@@ -76,6 +76,7 @@ def test_messages_of_aligned_blocks_are_packed(name: str, collective: str, items
         assert all_packed(crossings(plan, table, itemsize))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", ALL_COLLECTIVES)
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 def test_messages_of_small_dtypes_along_any_tree_are_copied_in_packs(collective: str, shape: str) -> None:

@@ -158,6 +158,7 @@ def test_joins_of_bfloat16_have_torchs_bits(op: str) -> None:
     assert torch.equal(found[zero], expected[zero])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", WHOLE + FLOATS + COMPLEX)
 @pytest.mark.parametrize("ranks", [2, 3, 7, 200])
 def test_averages_have_numpys_bits(dtype: str, ranks: int) -> None:

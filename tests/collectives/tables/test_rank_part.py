@@ -43,6 +43,7 @@ def test_parts_of_random_clusters_are_rows_of_the_listed_form(seed: int) -> None
     agree(seed, most=30)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make", [plan_of_three_levels, plan_of_groups])
 @pytest.mark.parametrize("seed", range(12))
 def test_parts_with_entries_of_pods_or_groups_are_rows_of_the_listed_form(
@@ -78,6 +79,7 @@ def test_parts_after_faults_are_rows_of_the_listed_form(collective: str, network
     assert same_rows(plan, range(plan.size), plan.size * 1000, 700) > 0
 
 
+@pytest.mark.thorough
 def test_parts_of_64_ranks_of_a_larger_cluster_are_rows_of_the_listed_form() -> None:
     cluster = cluster_by_kind(
         [Server("v100x4", count=48)], nic_gbps=100, network="fat-tree", leaf_size=8, oversubscription=2

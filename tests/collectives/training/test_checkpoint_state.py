@@ -48,6 +48,7 @@ def made(ranks: int = RANKS, **options: Any) -> GradientSynchronizer:
     return GradientSynchronizer(zeros, plan, backend="loopback", bucket_bytes=300, **options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FILTERS)
 def test_a_restored_run_continues_with_the_same_bits(name: str) -> None:
     steps = drawn(12)

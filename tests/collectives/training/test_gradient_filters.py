@@ -50,6 +50,7 @@ FILTERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FILTERS)
 def test_all_ranks_get_the_same_bits(name: str) -> None:
     for step in averages(drawn(20, 1000), **FILTERS[name])[0]:

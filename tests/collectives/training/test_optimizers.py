@@ -191,6 +191,7 @@ def lamb_by_the_paper(weights: list[Array], gradients: list[list[Array]]) -> lis
     return wanted
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("dtype", "close"), [("float32", 3e-5), ("float64", 1e-9)])
 @pytest.mark.parametrize(("method", "paper"), [("lars", lars_by_the_paper), ("lamb", lamb_by_the_paper)])
 def test_steps_follow_the_papers_algorithm(method: str, paper: Any, dtype: str, close: float) -> None:
@@ -203,6 +204,7 @@ def test_steps_follow_the_papers_algorithm(method: str, paper: Any, dtype: str, 
         np.testing.assert_allclose(found, right, rtol=close, atol=1e-6)
 
 
+@pytest.mark.sampled
 @METHODS
 @pytest.mark.parametrize(("dtype", "ranks"), [("float16", 2), ("float32", 4), ("float64", 2)])
 def test_owners_take_the_steps_of_one_rank_alone_bit_for_bit(method: str, dtype: str, ranks: int) -> None:

@@ -27,6 +27,7 @@ def synchronizer(backend: TcpBackend, like: list[Any], **options: Any) -> Gradie
     return GradientSynchronizer(like, plan_for(backend.size), backend=backend, **given)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",
     [

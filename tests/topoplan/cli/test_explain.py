@@ -72,6 +72,7 @@ def test_json_and_csv_have_a_row_for_every_size(run: Run, told: Told, log: Path)
     assert float(lines[2]["in_place_busbw"]) == last["in_place"]["busbw"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "encoded",
     [

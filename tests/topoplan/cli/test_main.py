@@ -200,6 +200,7 @@ def test_figures(ask: Ask, tmp_path: Path, command: str) -> None:
     assert 'width="360pt" height="252pt"' in bare.read_text()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("command", MACHINE_COMMANDS)
 def test_a_machine_on_stdin_has_notes_in_text_and_json(ask: Ask, told: Told, command: str) -> None:
     """Of what had to be assumed about nvidia-smi text; none once it is settled."""
@@ -352,6 +353,7 @@ BAD_PLANS: dict[str, tuple[str | bytes, list[str]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("command", "content", "fragments"),
     [

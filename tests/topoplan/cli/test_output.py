@@ -63,6 +63,7 @@ def test_wrapped_lines_go_on_below_the_last_column_that_begins_in_the_left_half(
     assert wrap_line("written: " + "x" * 30, 20) == "written: " + "x" * 30
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("line", "head", "rows"),
     [

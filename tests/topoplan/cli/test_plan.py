@@ -111,6 +111,7 @@ def test_simulate_of_512_gpus_beside_rings_across_servers(
     assert not trace.exists()
 
 
+@pytest.mark.thorough
 def test_a_plan_of_many_shards_that_differ_is_cut_after_some() -> None:
     """Trees of a DGX-1V over NVLink and PCIe together are none alike: the last line counts the rest."""
     made = topoplan.plan("dgx-1v", channels="all", method="mwu")

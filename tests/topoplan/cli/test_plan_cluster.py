@@ -123,6 +123,7 @@ def test_large_clusters_are_compared_and_simulated_by_kind(run: Run, tmp_path: P
     assert times[0].splitlines()[0].endswith("the plan is never slower than NCCL's best, 1.23x at 1GB")
 
 
+@pytest.mark.thorough
 def test_dragonflies_are_planned_compared_and_simulated_by_kind(
     run: Run, done: Done, told: Told, tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ def lines_of(out: str) -> list[str]:
     return lines
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("command", "verdict"), CASES)
 def test_the_verdict_is_first_and_a_screen_holds_all(run: Run, command: str, verdict: str) -> None:
     status, out, err = run(command)
@@ -62,7 +63,7 @@ def test_the_verdict_is_first_and_a_screen_holds_all(run: Run, command: str, ver
     assert max(map(len, lines)) <= 140, out
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "command",
     [

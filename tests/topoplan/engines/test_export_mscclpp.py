@@ -174,6 +174,7 @@ def star_of_18() -> Plan:
     return plan_of(18, "broadcast", [tree], root=0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("plan", "choices", "message"),
     [
@@ -217,6 +218,7 @@ def test_the_file_has_the_keys_of_the_engine() -> None:
     assert text.count('{"id"') == sum(len(gpu["threadblocks"]) + 1 for gpu in value["gpus"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", ["allreduce", "broadcast", "allgather"])
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_ranks_read_what_they_pull(collective: str, every: int) -> None:

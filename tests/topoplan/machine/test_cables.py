@@ -369,6 +369,7 @@ def test_a_cable_that_does_not_exist_is_refused_with_those_that_do() -> None:
         topoplan.cluster_by_kind([topoplan.Server("dgx-spark", count=2)], nic_gbps=200, network="cables")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "lost", "rate"),
     [

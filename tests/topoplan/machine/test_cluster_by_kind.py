@@ -13,6 +13,7 @@ from topoplan.machine.cluster_by_kind import MOST_SERVERS
 from topoplan.reading.load import load_cluster_by_kind
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(40))
 def test_places_ranks_and_links_are_those_of_the_list(seed: int) -> None:
     cluster = random_cluster(seed, most=200)

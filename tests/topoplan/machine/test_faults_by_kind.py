@@ -65,6 +65,7 @@ def random_faults(cluster: ClusterByKind, rng: random.Random) -> dict[str, Any]:
 CASES = [(network, seed) for network in NETWORKS for seed in range(6)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("network", "seed"), CASES)
 def test_listed_form_has_the_links_of_the_listed_cluster_after_the_same_faults(
     network: str, seed: int

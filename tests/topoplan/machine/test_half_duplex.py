@@ -23,6 +23,7 @@ NO_PEERS = topoplan.load("rtx5090-x8-nopeer")
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(12))
 def test_plans_reach_the_optimum_of_an_independent_program(seed: int) -> None:
     """Rate and bound count both directions against the cap, for every collective of trees."""

@@ -61,6 +61,7 @@ def below_switches(
 ISLANDS = without(below_switches(4, 1)[0], [(0, 2), (0, 3), (1, 2), (1, 3)])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(12))
 def test_plans_reach_the_optimum_of_an_independent_program(seed: int) -> None:
     """Pairs of a random set have no access, one way or both, and links share caps: rate, bound and proof agree."""

@@ -14,6 +14,7 @@ from topoplan.plans.plan import Plan
 from topoplan.schedules.hierarchical import bml, hierarchical, hips_ring, two_level
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("ports", "levels"), [(2, 2), (4, 2), (2, 3), (3, 3)])
 def test_bcubes_reach_the_rate_of_bml(ports: int, levels: int) -> None:
     """k B N / (2 (N - 1)): k times a ring on one port; the packer proves that nothing is faster."""

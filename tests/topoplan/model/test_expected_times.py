@@ -31,6 +31,7 @@ from topoplan.solve.upper_bound import compute_bound
 SIZES = [1 << power for power in range(10, 34)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("machine", "gpus", "implementation", "nbytes", "microseconds"),
     [
@@ -67,6 +68,7 @@ def machines() -> list[Topology]:
     return [*map(topoplan.load, named), *servers]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("machine", machines(), ids=lambda one: one.name)
 def test_nothing_is_expected_to_be_quicker_than_the_bound_and_more_bytes_take_longer(
     machine: Topology,

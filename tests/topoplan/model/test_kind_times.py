@@ -98,7 +98,7 @@ def test_times_are_those_of_the_list(seed: int) -> None:
     agree(plan)
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [1, 2, 4, 10, 12, 24, 64, 80, 86, 91])
 def test_times_of_dragonflies_are_those_of_the_list(seed: int) -> None:
     plan = plan_of_groups(seed, most=100)
@@ -107,7 +107,7 @@ def test_times_of_dragonflies_are_those_of_the_list(seed: int) -> None:
     assert route_times(KindClock(plan).schedule, 3) == route_times(pipeline(dataflow(plan.listed())), 3)
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [5, 17, 35, 41, 47])
 def test_times_of_paths_over_third_groups_are_those_of_the_list(seed: int) -> None:
     cluster = random_dragonfly(seed, most=44)
@@ -115,6 +115,7 @@ def test_times_of_paths_over_third_groups_are_those_of_the_list(seed: int) -> No
     agree(plan_by_kind(cluster, "all_to_all"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", [12, 18, 41, 60, 63, 66, 76, 97])
 def test_times_of_all_to_all_are_those_of_the_list(seed: int) -> None:
     cluster = random_cluster(seed, most=36)
@@ -237,6 +238,7 @@ def test_images_of_two_roles_are_those_of_the_rule(
     assert tested > 50
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "channels"),
     [
@@ -271,6 +273,7 @@ def two_kinds(fast: float, slow: float, **network: Any) -> topoplan.ClusterByKin
     return cluster_by_kind(servers, nics=1, **network)
 
 
+@pytest.mark.thorough
 def test_times_of_cells_with_more_servers_than_are_counted_are_those_of_the_list() -> None:
     many = two_kinds(100, 50)
     assert min(cell.servers for cell in many.cells) > SOURCES

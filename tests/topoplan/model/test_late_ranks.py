@@ -32,6 +32,7 @@ def late_by_one_collective(made: Topology | str, rank: int) -> LatePlan:
     return plan_late(made, {rank: SIZE / topoplan.plan(made).rate * 1e-9}, nbytes=SIZE)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [3, 5, 8, 12])
 def test_one_late_rank_on_a_switch_needs_one_buffer_at_full_rate(size: int) -> None:
     """Waiting needs 2 (p - 1) / p buffers after the arrival; the late rank is a leaf of equal trees of all others."""
@@ -47,6 +48,7 @@ def test_one_late_rank_on_a_switch_needs_one_buffer_at_full_rate(size: int) -> N
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["dgx-1v", "dgx-h100", "mac-tb5-ring-x5", "mi300x", "dgx-spark-x4-switch"])
 def test_the_rate_after_the_arrival_meets_the_flows_of_networkx(name: str) -> None:
     """The least flow from the late rank to another one, or from all others into it."""
@@ -77,6 +79,7 @@ def test_no_byte_moves_at_a_rank_before_it_comes() -> None:
     assert run_events(made, nbytes=SIZE, late={2: 0.0}) == run_events(made, nbytes=SIZE)
 
 
+@pytest.mark.thorough
 def test_the_usual_plan_stays_if_no_other_is_faster() -> None:
     """Ranks that come together, two ranks, and a late rank whose slow port limits all plans alike."""
     cases = [(switch(8), {3: 0.0}), (switch(2), {1: 0.1}), (switch(8, last=4.0), {7: 0.1})]
@@ -132,6 +135,7 @@ def test_bad_input_is_refused(late: dict[int, float], options: dict[str, object]
         plan_late("dgx-1v", late, **asked)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_large_numbers_and_machines_whose_switches_add() -> None:
     """Delays of odd length gave numbers beyond 64 bits; waiting is never said to be faster than what is taken."""
     sparks = topoplan.cluster([topoplan.Server("dgx-spark", count=8)], nic_gbps=400)

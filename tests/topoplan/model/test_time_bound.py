@@ -184,7 +184,7 @@ def test_no_schedule_is_above_a_limit_of_exits(name: str, collective: str) -> No
     assert held
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "collective"),
     [
@@ -213,6 +213,7 @@ def test_no_schedule_is_above_a_limit_of_heights(name: str, collective: str) -> 
     assert held
 
 
+@pytest.mark.thorough
 def test_a_file_without_limits_of_exits_still_verifies() -> None:
     """Limits are in the file, so a bound that an earlier version proved is recomputed as it was."""
     plans = topoplan.plan_by_size("torus:9", sizes=[1 << 20])
@@ -262,7 +263,7 @@ def test_no_candidate_is_below_the_bound(machine: Topology, collective: str) -> 
     check_candidates(choose_by_size(machine, collective, sizes=[1 << 10, 1 << 26]))
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_helpers_copy_and_add_so_chains_have_no_limits(collective: str) -> None:
     """Twelve ranks around one helper: it adds up their buffers, and sends the sum to all."""

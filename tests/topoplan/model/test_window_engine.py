@@ -112,6 +112,7 @@ def test_packets_cost_a_launch_a_hop_and_nine_bytes_for_one() -> None:
         assert WindowsClock(planned("v100x4", collective), HOPPER).packets_to == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["dgx-h100", "dgx-b200", "dgx-1v", "v100x4"])
 def test_packets_end_where_trees_are_faster(name: str) -> None:
     """At a power of two, by the machine's figures; given ones change the times, and not what the engine does."""
@@ -173,6 +174,7 @@ def test_the_fewest_blocks_that_are_fast_enough_are_taken() -> None:
     assert WindowsClock(plan, replace(HOPPER, fewest_blocks=24)).setting(256 * MIB).blocks == 24
 
 
+@pytest.mark.thorough
 @given(
     st.sampled_from(["one-hop", "ring", "trees"]), st.lists(st.integers(0, 1 << 30), min_size=2, max_size=8)
 )

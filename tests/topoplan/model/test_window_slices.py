@@ -39,6 +39,7 @@ def test_messages_of_a_slice_move_beside_those_kernels_that_read_others(slices: 
     assert found == pytest.approx(wanted, rel=1e-12)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_slices_overlap_and_no_more_than_that(collective: str) -> None:
     """Kernels alone, and messages alone, are lower bounds; without slices their times add up."""
@@ -53,6 +54,7 @@ def test_slices_overlap_and_no_more_than_that(collective: str) -> None:
             assert slices > 1 or found == pytest.approx(kernels + groups, rel=1e-12)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_the_fewest_slices_within_a_small_part_of_the_fastest(collective: str) -> None:
     made = clock(collective)

@@ -450,6 +450,7 @@ def test_rates_of_an_nccl_that_cannot_start_come_with_a_warning(name: str, words
     assert any(words in note for note in notes) if words else not any("start" in note for note in notes)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "lost", "collective", "kind", "rate", "trees"),
     [

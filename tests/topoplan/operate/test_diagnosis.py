@@ -41,7 +41,7 @@ def found(machine: Topology) -> list[str]:
     return [text.removeprefix("warning: ") for text in texts]
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 def test_every_single_damaged_link_is_found_or_equals_a_sound_allocation() -> None:
     """Each NVLink slow, thinner or gone, in each form: whole machines have it named, and nothing damaged is healthy."""
     for (what, form, kind), tally in single_tallies(["v100x4"]).items():
@@ -54,6 +54,7 @@ def test_every_single_damaged_link_is_found_or_equals_a_sound_allocation() -> No
             assert outcomes == ({"healthy"} if kind == "sound" else {"found", "named"}), (name, form, kind)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", library_cases("rtx5090-x8-nopeer"))
 def test_library_machines_have_no_warning(name: str) -> None:
     machine = topoplan.load(name)
@@ -436,6 +437,7 @@ def test_gpus_of_one_generation_are_not_compared_with_machines_of_another() -> N
     assert bridges.resembles == ""  # and not an MI250
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["dgx-2", "dgx-a100", "dgx-h100", "dgx-b200", "p5.48xlarge"])
 def test_a_topology_file_of_nccl_has_its_rates_and_is_compared_all_the_same(name: str) -> None:
     """NCCL counts 20.6 GB/s for an H100's NVLink."""

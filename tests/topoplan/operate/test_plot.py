@@ -279,6 +279,7 @@ def test_push_and_pull_that_differ_are_in_the_legend_and_the_page() -> None:
     assert "52 (push never ends, pull 52)" in machine_section(machine).content
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "plan",
     [

@@ -176,6 +176,7 @@ def two_leaves() -> Topology:
 TURNS = tuple(8 * domain + gpu for gpu in range(8) for domain in range(3))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("machine", "given_order", "rings"),
     [

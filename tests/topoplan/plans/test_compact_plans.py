@@ -376,6 +376,7 @@ WRONG: list[tuple[Callable[[JsonPlan], object], str]] = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("change", "message"), WRONG)
 def test_a_wrong_compact_file_is_refused(change: Callable[[JsonPlan], object], message: str) -> None:
     assert message in refused(good(), change)

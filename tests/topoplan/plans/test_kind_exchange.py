@@ -258,6 +258,7 @@ def refuse_wrong_files(seeds: range, changes: int, *, most: int) -> None:
     assert changes // 2 < refused < changes
 
 
+@pytest.mark.thorough
 def test_whatever_of_a_changed_file_is_accepted_is_right_by_its_list() -> None:
     refuse_wrong_files(range(40, 70), 150, most=9)
 

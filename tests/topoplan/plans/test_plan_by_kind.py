@@ -98,6 +98,7 @@ def test_many_wrong_files_are_refused() -> None:
     refuse_wrong_files(range(120), 1000)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("servers", "collective", "rate"), [
     (128, "all_reduce", Fraction(400 * 128, 2 * 127)),
     (512, "all_reduce", Fraction(400 * 512, 2 * 511)),
@@ -175,6 +176,7 @@ def pods_as_bottleneck() -> topoplan.ClusterByKind:
     return cluster_by_kind([Server("v100x4", count=16)], **POD_NETWORK)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("collective", "rate"), [
     ("all_gather", Fraction(25, 4) * 4 / 3),
     ("reduce_scatter", Fraction(25, 4) * 4 / 3),
@@ -190,6 +192,7 @@ def test_pods_that_are_the_bottleneck_are_entered_once(collective: str, rate: Fr
     assert (listed.exact_rate, listed.trees) == (rate, verify_by_kind(plan).trees)
 
 
+@pytest.mark.thorough
 def test_large_pods_that_are_the_bottleneck_are_entered_once() -> None:
     # 16 x 8 x 50 GB/s below a leaf; 8 x 6,400 / 32 = 1,600 GB/s above a pod of 128 of the 1,250 servers.
     network = POD_NETWORK | {
@@ -213,6 +216,7 @@ def agree_with_pods(seed: int, *, most: int) -> None:
         assert verify_by_kind(PlanByKind.from_object(json.loads(plan.to_json()))) == report
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(24))
 def test_the_listed_form_of_three_levels_agrees(seed: int) -> None:
     agree_with_pods(seed, most=40)
@@ -246,6 +250,7 @@ def test_dragonflies_are_planned_as_well_as_their_lists(seed: int) -> None:
         assert plan.rate == pytest.approx(listed.rate)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("count", "size", "speed", "collective", "rate"), [
     # Data of 4 groups enters each of 5 over 4 links, and all of it by one server's NICs of 8 x 50 GB/s but its own.
     (80, 16, 800, "all_gather", Fraction(400 * 80, 79)),

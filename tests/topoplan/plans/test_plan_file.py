@@ -51,6 +51,7 @@ def two_servers(gbps: float) -> Topology:
     return topoplan.cluster(parts, nic_gbps=gbps, nics=1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("call", CALLS)
 def test_plans_of_every_kind_survive_their_file(call: str) -> None:
     made = CALLS[call]()

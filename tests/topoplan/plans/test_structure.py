@@ -245,6 +245,7 @@ def test_texts_are_short_and_bandwidths_have_the_names_of_nccl_tests() -> None:
         assert plan.seconds == plan.planning_seconds
 
 
+@pytest.mark.thorough
 def test_figures_of_plans_and_machines_are_those_of_the_commands() -> None:
     pytest.importorskip("matplotlib")
     plan = topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7])
@@ -252,6 +253,7 @@ def test_figures_of_plans_and_machines_are_those_of_the_commands() -> None:
     assert plan.topology.plot().axes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", [*COLLECTIVES, ALL_TO_ALL])
 def test_gpus_are_the_ranks_in_their_order(collective: str) -> None:
     """Packed trees have the same rate and bound in every order; all schedules keep it, and verify."""

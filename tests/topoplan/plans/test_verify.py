@@ -187,6 +187,7 @@ def turned_machine(value: JsonPlan) -> Told:
 DAMAGES = (missing_edge, doubled_edge, swapped_parent, cycle, unknown_channel, unused_channel, turned_machine)
 
 
+@pytest.mark.sampled
 @every_plan
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damage_is_named_by_shard_stage_and_rank(
@@ -263,6 +264,7 @@ def test_shares_in_the_wrong_places_change_the_rate() -> None:
         assert "claims a rate" in str(spoiled(good(name, "broadcast"), shift))
 
 
+@pytest.mark.sampled
 @every_plan
 @pytest.mark.parametrize("key", ["rate", "bound"])
 def test_claims_that_are_not_recomputed_are_refused(name: str, collective: str, key: str) -> None:

@@ -131,6 +131,7 @@ def test_damaged_texts_leave_no_traceback(reader: Reader, number: int) -> None:
     assert outcome(reader, range(number)).tracebacks == {}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("read", "start", "repeated", "end"),
     [

@@ -87,6 +87,7 @@ def test_affinity_of_real_matrices_comes_back(path: Path) -> None:
         assert columns.get("NUMA", [""] * len(made.gpus))[number] == numa.replace("N/A", "")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", library())
 def test_library_matrices_are_symmetric(name: str) -> None:
     """Library machines look the same from both ends, and X stands on the diagonal alone."""

@@ -258,6 +258,7 @@ def printed(nics: str, code: str) -> str:
     return matrix_text(names, cell, affinity=local)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("nics", "code"), [("NIC", "NV12"), ("mlx5_", "NV2"), ("bnxt_re", "NV1"), ("NIC", "PIX")]
 )

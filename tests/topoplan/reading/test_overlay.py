@@ -392,6 +392,7 @@ def damages(draw: st.DrawFn, machine: Topology) -> Listings:
     return Listings(machine, dead, shares, links=draw(st.sampled_from([0, 12, 18])))
 
 
+@pytest.mark.thorough
 @settings(max_examples=30, deadline=None)
 @given(st.data(), st.sampled_from(["dgx-1v", "mi250", "v100x4", "nvlink-x4"]), st.booleans())
 def test_full_listings_give_the_damaged_machine_back(data: st.DataObject, name: str, known: bool) -> None:

@@ -115,6 +115,7 @@ def test_what_scontrol_prints_of_blocks_is_read_without_aggregated_ones() -> Non
     assert found.notes == (AGGREGATED,)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("text", "told"),
     [

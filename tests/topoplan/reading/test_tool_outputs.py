@@ -145,6 +145,7 @@ def device_file(ranks: int, absent: set[tuple[int, int]]) -> str:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("ranks", "absent", "rate", "jaccl"),
     [

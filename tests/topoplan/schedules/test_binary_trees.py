@@ -179,6 +179,7 @@ def test_what_a_server_sends_depends_on_the_number_of_servers(count: int, load: 
     assert network_load(nvswitch_cluster(count, gpus=2)) == load
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("machine", "rate"),
     [

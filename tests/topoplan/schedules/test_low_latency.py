@@ -407,6 +407,7 @@ def test_replicas_cost_one_copy_of_each_sum(placement: str, replicas: int) -> No
         assert made.rate == pytest.approx(10 * 3 / (4 + replicas))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "rotated", "shards", "depth", "rate"),
     [

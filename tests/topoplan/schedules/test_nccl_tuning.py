@@ -122,6 +122,7 @@ def test_machines_without_a_model_are_refused(machine: str, told: str) -> None:
         expectations(setting_of(topoplan.load("dgx-1v")), "alltoall")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["dgx-h100", "dgx-1v"])
 @pytest.mark.parametrize(
     "network", [{}, {"network": "rail-optimised"}, {"network": "fat-tree", "leaf_size": 3}]

@@ -230,6 +230,7 @@ def test_a_package_adds_a_schedule_by_an_entry_point(run: Run, tmp_path: Path) -
     assert (refused[0], "did you mean wave?" in refused[2]) == (2, True)
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("name", "told"),
@@ -264,6 +265,7 @@ def test_trees_are_what_is_planned_anyway(run: Run) -> None:
     assert run("plan", "v100x4", "--schedule", "trees", "--method", "mwu", "--epsilon", "0.1")[0] == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -28,6 +28,7 @@ def bus_bandwidth(plan: Plan) -> Fraction:
     return rate * Fraction(2 * (len(plan.ranks) - 1), len(plan.ranks))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("nics", range(1, 9))
 @pytest.mark.parametrize(("access", "nic"), [("pcie", 24), ("direct", 25)])
 def test_a_ring_fills_one_to_eight_nics_of_two_servers(nics: int, access: str, nic: int) -> None:
@@ -146,6 +147,7 @@ HOSTS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("capability", "gpus", "switches", "nics", "channels", "bandwidth"), HOSTS)
 def test_channels_and_rings_are_those_of_nccl_s_own_search(
     capability: int,

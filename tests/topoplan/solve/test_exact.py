@@ -142,6 +142,7 @@ def test_dgx_1v_broadcasts_at_six_links_over_four_trees(root: int) -> None:
     assert root or [shard.share for shard in made.shards] == [Fraction(n, 6) for n in (2, 2, 1, 1)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "collective", "rate", "height"),
     [

@@ -158,6 +158,7 @@ def test_sums_over_helpers_are_right(op: str) -> None:
                 assert np.array_equal(result, wanted)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_transfer_tables_over_helpers_are_right(collective: str) -> None:
     """In any order that they allow; helpers stand behind the ranks."""

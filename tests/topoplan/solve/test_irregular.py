@@ -270,7 +270,7 @@ def test_the_tolerance_says_when_the_start_is_the_answer() -> None:
     assert topoplan.plan(machine, "allgather", tolerance=0).gap == 0
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter", "broadcast", "reduce"])
 def test_blocks_prove_what_flows_do_on_clusters(collective: str) -> None:
     """Nine servers, measured: the tightest block is the tightest cut, and for an allreduce all servers prove less."""

@@ -15,6 +15,7 @@ from topoplan.solve.packing.kind_composition import KindPacking
 from topoplan.solve.packing.kind_routes import KindRoutes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(16))
 def test_distances_and_routes_are_those_of_the_whole_sample(seed: int) -> None:
     cluster = random_cluster(seed, most=80)

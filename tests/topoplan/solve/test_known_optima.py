@@ -117,6 +117,7 @@ def test_all_allocations_of_a_dgx_1v_are_planned_and_proved(capsys: pytest.Captu
         print(f"\n741 plans made and verified in {time.perf_counter() - started:.1f} s")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", fabric_rates())
 def test_known_fabrics_reach_the_answers_of_a_linear_program(name: str) -> None:
     """MI250 links, a weak port, a dead link, servers with rails: rates to 1e-6, proved as rational numbers."""
@@ -204,6 +205,7 @@ def a800_servers(count: int) -> Topology:
     return cluster([Server(box, count=count)], nic_gbps=200, nics=4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("made", "busbw"),
     [

@@ -270,6 +270,7 @@ UNEQUAL: list[tuple[Callable[[], Fabric], tuple[int, int, int]]] = [
 """As few orbits as the equitable partition has classes, and of the orders only the least common multiple."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("make", "expected"), [*EQUAL, *UNEQUAL])
 def test_known_fabrics_have_known_groups(make: Callable[[], Fabric], expected: tuple[int, int, int]) -> None:
     fabric = make()
@@ -278,6 +279,7 @@ def test_known_fabrics_have_known_groups(make: Callable[[], Fabric], expected: t
     assert classes == expected[1] if (make, expected) in UNEQUAL else classes <= expected[1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("names", [True, False])
 @pytest.mark.parametrize(("make", "expected"), [EQUAL[6], EQUAL[14], UNEQUAL[0]])
 def test_neither_numbering_nor_names_of_servers_matter(

@@ -305,7 +305,7 @@ def test_one_server_is_refused() -> None:
     assert topoplan.three_phase(pair, gpus=[3]).schedule == "trivial"
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_servers_that_are_no_stars_are_composed_first(collective: str) -> None:
     """128 MI250 GPUs: every collective at its bound in three phases, though the method asked for is exact."""
