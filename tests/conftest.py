@@ -52,14 +52,21 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what reads listings; of the cases of a sampled test all but about every fifth are thorough."""
+    """Mark what reads listings; of a sampled test's cases one fifth runs by default, two are thorough, two slow.
+
+    A test that is thorough itself has two fifths that are thorough, and three that are slow.
+    """
     sampled: Counter[str] = Counter()
     for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("thorough"):
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
             test = item.nodeid.split("[")[0]
-            if sampled[test] * SAMPLE % 1 >= SAMPLE:
-                item.add_marker(pytest.mark.thorough)
+            place = sampled[test] * SAMPLE % 1
             sampled[test] += 1
+            thorough = item.get_closest_marker("thorough") is not None
+            if place >= SAMPLE * (2 if thorough else 3):
+                item.add_marker(pytest.mark.slow)
+            elif place >= SAMPLE:
+                item.add_marker(pytest.mark.thorough)
         if {"machines_dir", "fabrics_dir"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.listings)
 

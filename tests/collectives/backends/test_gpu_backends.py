@@ -53,6 +53,7 @@ def identical(found: list[object], wanted: list[np.ndarray | None]) -> bool:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize(("collective", "order"), few(zip(ALL_COLLECTIVES, ORDERS * 2, strict=True)))
 def test_loopback_repeats_its_bits(machine: Machine, cupy: ModuleType, collective: str, order: str) -> None:
@@ -159,6 +160,7 @@ def plans() -> dict[str, Plan]:
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "order"),

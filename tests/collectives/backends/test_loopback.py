@@ -403,6 +403,7 @@ def test_a_wrong_plan_is_refused_at_construction() -> None:
         Communicator(replace(plan, shards=(*plan.shards[:2], lossy, plan.shards[3])))
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "topologies").glob("*.json")))
 def test_an_allreduce_plan_runs_all_five_collectives_exactly(name: str) -> None:

@@ -290,6 +290,7 @@ def test_ranks_on_other_gpus_and_demanded_messages_are_refused(machine: Machine,
     assert 'need the windows engine, got engine="messages"; use engine="auto"' in found.pop()
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize(("gpus", "relays"), [((5, 0, 3), None), ((2, 4, 5, 7, 1), None), ((6, 0), (2, 4))])

@@ -148,6 +148,7 @@ def test_without_posting_ahead_both_ends_put_the_same_rows_into_one_step(plan: P
             assert [rows for rows in sends if rows] == [rows for rows in receives if rows]
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
 def test_scratch_memory_does_not_grow_with_the_number_of_chunks(plan: Plan) -> None:

@@ -75,6 +75,7 @@ def test_bytes_of_the_whole_buffer_pick_the_plan(collective: str, dtype: str) ->
                 check(comm, alone, collective, count, dtype)
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("machine", "collective"),

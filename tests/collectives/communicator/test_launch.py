@@ -160,6 +160,7 @@ def test_ranks_end_with_the_process_that_launched_them(number: signal.Signals, t
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=str)
 @pytest.mark.parametrize("backend", ["tcp", "mpi"])

@@ -26,6 +26,7 @@ from topoplan.errors import UsageError
 Fake = tuple[Any, Launches]
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sample", "size", "several", "forms"),

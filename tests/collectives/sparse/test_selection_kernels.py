@@ -51,6 +51,7 @@ def vectors_of(name: str) -> tuple[int, int] | None:
     return None
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize(("release", "architecture"), ARCHITECTURES)

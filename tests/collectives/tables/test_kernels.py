@@ -42,6 +42,7 @@ def every_kernel(release: int, architecture: int) -> Built:
     return built(compilers()[release], kernel_source(kernel_names()), architecture)
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize(("release", "architecture"), ARCHITECTURES)
 def test_every_kernel_compiles_and_keeps_its_values_in_registers(release: int, architecture: int) -> None:

@@ -54,6 +54,7 @@ def test_parts_with_entries_of_pods_or_groups_are_rows_of_the_listed_form(
         assert same_rows(plan, range(plan.size), 80 * plan.size**2, 48 * plan.size)
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(40, 300))
 def test_parts_of_larger_random_clusters_are_rows_of_the_listed_form(seed: int) -> None:

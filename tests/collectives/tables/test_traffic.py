@@ -74,6 +74,7 @@ def test_an_allreduce_counts_every_chunk_on_every_edge() -> None:
         assert comm.bytes_sent() == {pair: 2 * nbytes for pair, nbytes in once.items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("gpus", [(8, 8), (4, 4, 4, 4), (1, 3, 2), (1,) * 15 + (2,)], ids=len)
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def hooked(**options: Any) -> list[bytes]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["compress", "shrink", *(one for one in SAME if one not in ("nothing", "settings"))]
