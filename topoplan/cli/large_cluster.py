@@ -7,7 +7,7 @@ of one kind change neither its channels nor what they carry.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from topoplan.cli.output import (
     thinned,
 )
 from topoplan.cli.plan_cluster import operation_words, root_rank
-from topoplan.cli.simulate import NCCL, TIMES, Times, verdict
+from topoplan.cli.simulate import LATE_ALONE, NCCL, TIMES, Times, late_words, verdict
 from topoplan.cli.sources import MACHINE_OPTIONS, is_plan, large_cluster, read_by_kind, read_plan_text
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind
@@ -174,15 +174,18 @@ def run_comparison(options: argparse.Namespace, plan: PlanByKind) -> Answer:
     return Answer(text=text, value=lambda: {**named, **row, **every}, rows=lambda: [row], notes=plan.notes)
 
 
-def run_sizes(options: argparse.Namespace, plan: PlanByKind, sizes: Sequence[int]) -> Answer:
-    """Print the model time of a plan by kind over sizes beside NCCL's."""
-    here = None if plan.collective == ALL_TO_ALL else nccl_setting(plan.cluster)
+def run_sizes(
+    options: argparse.Namespace, plan: PlanByKind, sizes: Sequence[int], late: Mapping[int, float]
+) -> Answer:
+    """Print the model time of a plan by kind over sizes beside NCCL's, or alone if ranks come late."""
+    here = None if late or plan.collective == ALL_TO_ALL else nccl_setting(plan.cluster)
     model = expectations(here, plan.collective) if here is not None else ()
-    clock = KindClock(plan)
+    clock = KindClock(plan, late)
     with progress_line("timing"):
         rows = [row(plan.collective, plan.size, size, clock.time(size).seconds) for size in sizes]
         nccl = [_quickest(model, size, bus_factor(plan.collective, plan.size)) for size in sizes if model]
 
+    notes = (*plan.notes, LATE_ALONE) if late else plan.notes
     noun = "path" if plan.collective == ALL_TO_ALL else "tree"
     number = f"{plan.num_trees:,} of height {plan.height}"
 
@@ -194,7 +197,15 @@ def run_sizes(options: argparse.Namespace, plan: PlanByKind, sizes: Sequence[int
                 "NCCL",
                 "its fastest choice by NCCL's own tuning model, as in explain"
                 if model
+                else ""
+                if late
                 else _not_compared(plan),
+            ),
+            (
+                "late",
+                f"{late_words(late)}, and as late the ranks of this number on all equivalent servers"
+                if late
+                else "",
             ),
         )
         yield ""
@@ -219,9 +230,10 @@ def run_sizes(options: argparse.Namespace, plan: PlanByKind, sizes: Sequence[int
         "rate": plan.rate,
         "bound": plan.bound,
         "times": records,
-        "notes": list(plan.notes),
+        **({"late": {str(rank): seconds for rank, seconds in sorted(late.items())}} if late else {}),
+        "notes": list(notes),
     }
-    return Answer(text=text, value=lambda: value, rows=lambda: records, notes=plan.notes)
+    return Answer(text=text, value=lambda: value, rows=lambda: records, notes=notes)
 
 
 def _quickest(model: Sequence[NcclExpectation], nbytes: int, factor: float) -> NcclTime:

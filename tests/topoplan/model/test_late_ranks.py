@@ -77,6 +77,33 @@ def test_no_byte_moves_at_a_rank_before_it_comes() -> None:
     assert run_events(made, nbytes=SIZE, late={2: 0.0}) == run_events(made, nbytes=SIZE)
 
 
+@pytest.mark.parametrize("name", ["dgx-1v", "dgx-2", "v100x4", "dgx-h100"])
+def test_times_of_the_usual_plan_with_a_late_rank_are_those_of_the_events(name: str) -> None:
+    """The closed form stays within a sixth of the event simulation, and grows by at most the delay."""
+    for collective in ("allreduce", "allgather", "reduce_scatter"):
+        plan = topoplan.plan(name, collective)
+        for size in (1 << 20, 1 << 26):
+            usual = topoplan.simulate(plan, size).seconds
+            for seconds in (0.0, 1e-5, 1e-3, 1e-2):
+                found = topoplan.simulate(plan, size, late={2: seconds}).seconds
+                assert found == pytest.approx(
+                    run_events(plan, nbytes=size, late={2: seconds}).seconds, rel=1 / 6
+                )
+                assert usual <= found <= usual + seconds + 1e-12
+
+
+def test_the_buffer_of_a_late_rank_crosses_its_port_after_it_comes() -> None:
+    """Two ranks: launch, delay, start-up, bytes."""
+    pair = topoplan.plan(switch(2), "broadcast")
+    usual, late = (topoplan.simulate(pair, SIZE, late=late) for late in (None, {1: 0.25}))
+    assert late.seconds == pytest.approx(usual.seconds + 0.25, rel=1e-12)
+    assert late.latency_seconds == pytest.approx(usual.latency_seconds + 0.25, rel=1e-12)
+    with pytest.raises(UsageError, match="a late rank must be 0 to 1, got 2"):
+        topoplan.simulate(pair, SIZE, late={2: 0.25})
+    with pytest.raises(UsageError, match="late goes with one size"):
+        topoplan.simulate(pair, late={1: 0.25})
+
+
 def test_the_usual_plan_stays_if_no_other_is_faster() -> None:
     """Ranks that come together, two ranks, and a late rank whose slow port limits all plans alike."""
     cases = [(switch(8), {3: 0.0}), (switch(2), {1: 0.1}), (switch(8, last=4.0), {7: 0.1})]
