@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from topoplan.cli.arguments import refuse_beside
+from topoplan.cli.arguments import flag, refuse_beside
 from topoplan.cli.compare import beside_rival
 from topoplan.cli.output import (
     DEFAULT_LINES,
@@ -23,7 +23,16 @@ from topoplan.cli.output import (
 )
 from topoplan.cli.plan_cluster import operation_words, root_rank
 from topoplan.cli.simulate import LATE_ALONE, NCCL, TIMES, Times, late_words, verdict
-from topoplan.cli.sources import MACHINE_OPTIONS, is_plan, large_cluster, read_by_kind, read_plan_text
+from topoplan.cli.sources import (
+    CHANNELS_BY_KIND,
+    MACHINE_OPTIONS,
+    MOST_LISTED_INSTEAD,
+    is_plan,
+    large_cluster,
+    read_by_kind,
+    read_plan_text,
+    refuse_listing,
+)
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.fabric import channel_words
@@ -49,13 +58,22 @@ def requested_plan(
 
     ``listed_only`` are the command's options that need a list. With ``plans`` TOPO may be a plan by kind, or its file.
     """
-    if any(getattr(options, name) not in (None, False) for name in listed_only):
-        return None
     path = options.topo
+    needed = [name for name in (*listed_only, *LISTED_ONLY) if getattr(options, name) not in (None, False)]
+    if (options.channels or "auto") not in CHANNELS_BY_KIND:
+        needed.append("channels")
+    if options.helpers is not None:
+        needed.append("helpers")
+    if needed:
+        flags = ", ".join(flag(name) for name in needed if name != "gpus") or "--gpus"
+        remedy = f"leave {flags} out to plan by kinds of servers, or choose --gpus"
+        refuse_listing(options, MOST_LISTED_INSTEAD, f"plans with {flags}", remedy)
+    if any(name in listed_only for name in needed):
+        return None
     text = _text_of_plan(path)
     if text is not None or not isinstance(path, (str, Topology)):
         return _given_plan(options, text) if plans else None
-    if any(getattr(options, name) is not None for name in LISTED_ONLY):
+    if needed:
         return None
     cluster = large_cluster(options, ())
     if cluster is None:
@@ -69,8 +87,12 @@ def requested_plan(
                 channels=options.channels or "auto",
                 progress=progress,
             )
-    except InfeasibleError:
-        return None
+    except InfeasibleError as error:
+        if cluster.size <= MOST_LISTED_INSTEAD:
+            return None
+        raise InfeasibleError(
+            f"{error}; choose fewer servers, whose GPUs are listed", cut=error.cut
+        ) from None
 
 
 def _given_plan(options: argparse.Namespace, text: str | None) -> PlanByKind | None:

@@ -33,7 +33,7 @@ from topoplan.cli.output import (
     table,
     tree_noun,
 )
-from topoplan.cli.sources import read_demand, read_machine, read_topology, read_trees
+from topoplan.cli.sources import may_be_large, read_demand, read_machine, read_topology, read_trees
 from topoplan.errors import UsageError, kind_of
 from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
 from topoplan.machine.fabric import ALL, Fabric, channel_words
@@ -212,6 +212,10 @@ def run(options: argparse.Namespace) -> Answer:
             flag += f" {find_schedule(options.schedule).name}"
         taken = (mode, *MODES[mode].split())
         arguments.refuse_beside(options, flag, {k: v for k, v in NOT_GIVEN.items() if k not in taken})
+    if may_be_large(options):
+        from topoplan.cli import plan_cluster
+
+        plan_cluster.refuse_listed(options)
     runs: dict[str, Callable[[argparse.Namespace], Answer]] = {
         "bound_only": _run_bound,
         "sizes": _run_sizes,
