@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> Answer:
         given = {"all_allocations": False, "root": None, "size": None, "plot": None}
         arguments.refuse_beside(options, "--without-each-server", given)
         remedy = "topoplan plan --survive 1 takes each failure of a large cluster by its kinds of servers"
-        refuse_listing(options, MOST_LISTED_INSTEAD, "the plans without each server", remedy)
+        refuse_listing(options, MOST_LISTED_INSTEAD, "plans without each server", remedy)
         return _without_each_server(options, collective)
     if may_be_large(options) and not options.all_allocations:
         from topoplan.cli import large_cluster

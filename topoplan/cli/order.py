@@ -370,7 +370,11 @@ def run(options: argparse.Namespace) -> Answer:
     if collective not in COLLECTIVES:
         raise UsageError(f"rings and trees do not do {collective}; use one of {', '.join(COLLECTIVES)}")
     if options.server is None:
-        most, what = (MOST_READ, "ranks") if options.mesh is None else (MOST_PLACED, "placements of a mesh")
+        most, what = (
+            (MOST_READ, "an order of ranks")
+            if options.mesh is None
+            else (MOST_PLACED, "placements of a mesh")
+        )
         remedy = "choose some with --gpus; topoplan compare rates NCCL's rings and trees by kinds of servers"
         refuse_listing(options, most, what, remedy)
     machine, names, network = _machine(options)

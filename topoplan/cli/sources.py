@@ -274,7 +274,7 @@ def refuse_unread(options: argparse.Namespace, topology: Topology | None = None)
     ``topology`` is that of TOPO, if it has been read.
     """
     remedy = f"choose fewer servers; {BY_KIND_COMMANDS}"
-    _refuse(_size_of_cluster(options, topology), MOST_READ, "the devices of a cluster", remedy)
+    _refuse(_size_of_cluster(options, topology), MOST_READ, "a list of its devices", remedy)
 
 
 def refuse_listing(options: argparse.Namespace, most: int, what: str, remedy: str) -> None:
@@ -290,7 +290,9 @@ def refuse_listing(options: argparse.Namespace, most: int, what: str, remedy: st
 def _refuse(found: tuple[str, int], most: int, what: str, remedy: str) -> None:
     name, size = found
     if size > most:
-        raise UsageError(f"{what} can be listed up to {most:,} GPUs, got {size:,} ({name}); {remedy}")
+        raise UsageError(
+            f"a cluster must have at most {most:,} GPUs for {what}, got {size:,} ({name}); {remedy}"
+        )
 
 
 def _size_of_cluster(options: argparse.Namespace, topology: Topology | None = None) -> tuple[str, int]:

@@ -244,7 +244,8 @@ def test_what_lists_every_gpu_is_refused_before_the_cluster_is_listed(
     for servers in (12_500, most // 8 + 1):
         status, _, err = run(command.format(LARGE.format(servers)))
         assert (status, err.count("\n")) == (2, 1)
-        assert f"up to {most:,} GPUs, got {8 * servers:,} ({servers} x dgx-h100); " in err
+        assert f"at most {most:,} GPUs for " in err
+        assert f", got {8 * servers:,} ({servers} x dgx-h100); " in err
 
 
 def test_chosen_gpus_of_a_large_cluster_are_listed(run: Run) -> None:
@@ -259,7 +260,11 @@ def test_a_cluster_file_is_refused_like_the_options(run: Run, tmp_path: Path) ->
     place.write_text(json.dumps({"format": "topoplan.cluster/1", "name": "many", **value}))
     for command, most in (("report {} -o r.html", 512), ("check {}", 16_384), ("testbed {}", 16_384)):
         status, _, err = run(command.format(place))
-        assert (status, f"up to {most:,} GPUs, got 24,000 (many); " in err) == (2, True)
+        assert (status, f"at most {most:,} GPUs for " in err, ", got 24,000 (many); " in err) == (
+            2,
+            True,
+            True,
+        )
 
 
 def test_the_topology_file_of_one_server_is_that_of_the_listed_cluster(done: Done) -> None:
