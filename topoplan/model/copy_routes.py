@@ -22,9 +22,6 @@ from topoplan.machine.topology import Link, Topology
 PathStep = tuple[Link, int, int]
 """A link on a shortest path, and the states at its ends in the graph of routes."""
 
-PreviousStep = tuple[int, int]
-"""The number of the last link of a shortest path, and the state before it."""
-
 CHANNELS = {"nvlink": ("nvlink",), "pcie": ("pcie",), "network": ("pcie", "network")}
 """Channels of each kind of route."""
 
@@ -118,38 +115,37 @@ class CopyRoutes:
 
     def _stages(self, channel: str, src: str, dst: str) -> tuple[tuple[PathStep, ...], ...]:
         """Return the links of all shortest paths by their distance from the source, or ()."""
-        (steps, before), ways = self._steps(channel, src), self._ways(channel)
+        steps, ways = self._steps(channel, src), self._ways(channel)
         ends = [state for state in ways.states.get(dst, ()) if state in steps]
         if not ends or src == dst:
             return ()
         least = min(steps[state] for state in ends)
         wanted = {state for state in ends if steps[state] == least}
         stages: list[tuple[PathStep, ...]] = []
-        for _ in range(least):
+        for distance in range(least - 1, -1, -1):
             found = sorted(
-                (ways.places[number], one, state) for state in wanted for number, one in before[state]
+                (ways.places[number], before, state)
+                for state in wanted
+                for number, before in ways.entering[state]
+                if steps.get(before) == distance and (not distance or ways.devices[before] not in self._gpus)
             )
-            wanted = {one for _, one, _ in found}
-            stages.append(tuple((ways.links[number], one, state) for (_, number), one, state in found))
+            wanted = {before for _, before, _ in found}
+            stages.append(tuple((ways.links[number], before, state) for (_, number), before, state in found))
         return tuple(reversed(stages))
 
-    def _searched(self, channel: str, src: str) -> tuple[Mapping[int, int], Mapping[int, list[PreviousStep]]]:
-        """Return the links to every state that is reachable without passing a GPU: their number, and the last ones."""
+    def _searched(self, channel: str, src: str) -> Mapping[int, int]:
+        """Return the number of links to every state that is reachable without passing a GPU."""
         ways = self._ways(channel)
         frontier = list(ways.states.get(src, ()))[:1]
         steps = dict.fromkeys(frontier, 0)
-        before: dict[int, list[PreviousStep]] = {}
         for state in frontier:
             if steps[state] and ways.devices[state] in self._gpus:
                 continue
-            for number, after in ways.leaving[state]:
+            for _, after in ways.leaving[state]:
                 if after not in steps:
                     steps[after] = steps[state] + 1
-                    before[after] = []
                     frontier.append(after)
-                if steps[after] == steps[state] + 1:
-                    before[after].append((number, state))
-        return steps, before
+        return steps
 
 
 class _ChannelRoutes:
