@@ -210,25 +210,18 @@ def run_sizes(
     notes = (*plan.notes, LATE_ALONE) if late else plan.notes
     noun = "path" if plan.collective == ALL_TO_ALL else "tree"
     number = f"{plan.num_trees:,} of height {plan.height}"
+    compared = (
+        "its fastest choice by NCCL's own tuning model, as in explain" if model else _not_compared(plan)
+    )
 
     def text() -> Iterator[str]:
         yield f"{_where(plan)}: {verdict(rows, nccl, NCCL)}"
         yield from labelled(
             ("plan", f"{noun}s, {rate_words(plan.rate, plan.collective, plan.size)}, {number}"),
-            (
-                "NCCL",
-                "its fastest choice by NCCL's own tuning model, as in explain"
-                if model
-                else ""
-                if late
-                else _not_compared(plan),
-            ),
-            (
-                "late",
-                f"{late_words(late)}, and as late the ranks of this number on all equivalent servers"
-                if late
-                else "",
-            ),
+            ("NCCL", "" if late else compared),
+            ("late", f"{late_words(late)}, and as late the ranks of this number on all equivalent servers")
+            if late
+            else ("late", ""),
         )
         yield ""
         asked = options.sizes is not None or options.all

@@ -85,7 +85,7 @@ class Pipeline:
     alpha, pace: (F, 1) float64, start-up in seconds and seconds per byte of the buffer, of every hop.
     others: (F, 1) float64, seconds per byte of the buffer that other hops keep the fullest link of a hop busy.
     starters: hops grouped by the links that start them.
-    held: (F, 1) float64, seconds after the launch at which both ranks of a hop have come; 0 without late ranks.
+    held: (F, 1) float64, seconds after the start of its channel at which both ranks of a hop have come.
     forward, backward: levels in the direction of the data and against it.
     latency: seconds at size zero: launch, start and longest chain of start-ups of the last part.
     """
@@ -188,7 +188,14 @@ def pipeline(
     forward = levels_of([hop.waits for hop in flow.hops], numbers)
     chains = longest_chains(alpha, forward) + alpha
     came = dict(late or {})
-    held = np.array([[max(came.get(hop.src, 0.0), came.get(hop.dst, 0.0))] for hop in flow.hops])
+    begun = [start for _, start in flow.lanes]
+    held = np.array(
+        [
+            [max(0.0, came.get(hop.src, 0.0), came.get(hop.dst, 0.0), begun[lane]) - begun[lane]]
+            for hop in flow.hops
+            for lane in (flow.lane_of_shard[hop.shard],)
+        ]
+    )
     started = longest_chains(np.zeros_like(alpha), forward, held)
     classes = range(len(flow.seconds_per_byte)) if link_classes is None else link_classes
     ends = longest_chains(alpha, forward, held) + alpha
@@ -198,7 +205,7 @@ def pipeline(
         hops = np.flatnonzero(lane_of_hop == number)
         members = [i for i, lane in enumerate(flow.lane_of_shard) if lane == number]
         waits, pace_of_links = np.zeros(1), np.array([fullest[hops].max(initial=0.0)])
-        if came:
+        if came and flow.hops:
             waits, pace_of_links = _links_in_wait(flow, hops.tolist(), started[:, 0].tolist(), classes)
         lanes.append(
             ChannelPart(

@@ -92,6 +92,24 @@ def test_times_of_the_usual_plan_with_a_late_rank_are_those_of_the_events(name: 
                 assert usual <= found <= usual + seconds + 1e-12
 
 
+def test_a_late_rank_delays_a_channel_that_starts_later_by_the_rest_of_its_delay() -> None:
+    """PCIe beside NVLink starts 3.7 ms after the launch: a rank that comes before that delays nothing there."""
+    plan = topoplan.plan("dgx-1v", channels="nvlink+pcie", nbytes="1GB")
+    usual = topoplan.simulate(plan, "1GB")
+    assert [one.start > 0.003 for one in usual.channels] == [False, True]
+    for seconds in (0.001, 0.003, 0.01):
+        found = topoplan.simulate(plan, "1GB", late={2: seconds})
+        events = run_events(plan, nbytes=1 << 30, late={2: seconds}).seconds
+        assert usual.seconds <= found.seconds <= (usual.seconds + seconds) * (1 + 1e-9)
+        assert found.seconds == pytest.approx(events, rel=0.1)
+        assert found.channels[1].seconds - usual.channels[1].seconds < max(0.0, seconds - 0.0036) + 1e-12
+
+
+def test_one_rank_has_nobody_to_wait_for_it() -> None:
+    one = topoplan.plan("dgx-1v", gpus=[3])
+    assert topoplan.simulate(one, SIZE, late={0: 1.0}).seconds == topoplan.simulate(one, SIZE).seconds
+
+
 def test_the_buffer_of_a_late_rank_crosses_its_port_after_it_comes() -> None:
     """Two ranks: launch, delay, start-up, bytes."""
     pair = topoplan.plan(switch(2), "broadcast")
