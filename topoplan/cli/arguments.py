@@ -7,7 +7,7 @@ import difflib
 import math
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import cleandoc
 from typing import Any, NoReturn
 
@@ -169,6 +169,29 @@ def gpu_list(text: str) -> tuple[int, ...]:
         return parse_gpu_list(text)
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def late_rank(text: str) -> tuple[int, float]:
+    """Return a rank and the seconds by which it comes late, from ``3=0.02``."""
+    rank, _, seconds = text.partition("=")
+    try:
+        return int(rank), float(seconds)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a rank with its seconds, such as 3=0.02, got {text[:60]!r}"
+        ) from None
+
+
+def late_seconds(given: Sequence[tuple[int, float]] | None) -> dict[int, float]:
+    """Return the seconds of each late rank; UsageError for a rank that is named twice."""
+    seconds: dict[int, float] = {}
+    for rank, late in given or ():
+        if rank in seconds:
+            raise UsageError(
+                f"--late must name a rank once, got {rank}={seconds[rank]:g} and {rank}={late:g}; keep one of them"
+            )
+        seconds[rank] = late
+    return seconds
 
 
 def number(least: float, below: float, what: str) -> Callable[[str], float]:

@@ -32,7 +32,13 @@ from topoplan.cli.output import (
     table_of,
     terminal_width,
 )
-from topoplan.cli.sources import may_be_large, printable_machine, read_machine
+from topoplan.cli.sources import (
+    MOST_LISTED_INSTEAD,
+    may_be_large,
+    printable_machine,
+    read_machine,
+    refuse_listing,
+)
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words
 from topoplan.machine.topology import Topology
@@ -130,6 +136,8 @@ def run(options: argparse.Namespace) -> Answer:
     if options.without_each_server:
         given = {"all_allocations": False, "root": None, "size": None, "plot": None}
         arguments.refuse_beside(options, "--without-each-server", given)
+        remedy = "topoplan plan --survive 1 takes each failure of a large cluster by its kinds of servers"
+        refuse_listing(options, MOST_LISTED_INSTEAD, "plans without each server", remedy)
         return _without_each_server(options, collective)
     if may_be_large(options) and not options.all_allocations:
         from topoplan.cli import large_cluster
@@ -137,6 +145,9 @@ def run(options: argparse.Namespace) -> Answer:
         large = large_cluster.requested_plan(options, ("plot",))
         if large is not None:
             return large_cluster.run_comparison(options, large)
+    if options.all_allocations:
+        remedy = "choose some with --gpus, or compare one server"
+        refuse_listing(options, MOST_LISTED_INSTEAD, "allocations", remedy)
     machine = read_machine(options)
     topology = machine.whole
     rows: tuple[Comparison, ...]

@@ -23,13 +23,22 @@ from topoplan.cli.output import (
     progress_line,
     write_whole,
 )
-from topoplan.cli.sources import large_cluster, read_machine, read_plan_or_machine, server_number
+from topoplan.cli.sources import (
+    BY_KIND_COMMANDS,
+    large_cluster,
+    read_machine,
+    read_plan_or_machine,
+    refuse_listing,
+    refuse_unread,
+    server_number,
+)
 from topoplan.engines.exported import Choices, Exported, one_server
 from topoplan.engines.msccl_write import RUNTIMES
 from topoplan.engines.nccl.environment_file import nccl_environment
 from topoplan.engines.nccl.identities import BUS_ID_QUERY, parse_bus_ids, with_bus_ids
 from topoplan.engines.registry import FORMATS, check_format, export_machine, export_plan, how_to_use
 from topoplan.errors import TopologyError, UsageError
+from topoplan.machine.faults_by_kind import named_servers
 from topoplan.machine.topology import Topology
 from topoplan.reading.load import read_text
 
@@ -108,12 +117,13 @@ def export_file(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]
     arguments.refuse_without(options, {"bus_ids": "--to nccl-topo"})
     if options.bus_ids == "-" == options.topo:
         raise UsageError("stdin is read once; give --bus-ids a file")
-    environment = _environment_by_kind(options)
-    if environment is not None:
-        return environment
+    made = _file_by_kind(options)
+    if made is not None:
+        return made
     source = read_plan_or_machine(options)
     choices = _choices(options)
     if isinstance(source, Topology):
+        refuse_unread(options, source)
         described = apply_cluster_options(options, apply_overlay(options, source), gpus=options.gpus)
         machine = apply_faults(options, described)
         gpus = machine.allocation(options.gpus)
@@ -128,13 +138,19 @@ def export_file(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]
     return export_plan(source, options.to, choices), tuple(plan_notes(source))
 
 
-def _environment_by_kind(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]] | None:
-    """Return NCCL's environment of a large cluster whose servers all have the same; None for all else."""
-    if options.to != "nccl-env" or options.gpus is not None or options.bus_ids is not None:
+def _file_by_kind(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]] | None:
+    """Return the topology of a server of a large cluster, or the environment that all its servers have; else None."""
+    of_server = options.to == "nccl-topo" and options.server is not None
+    if not (of_server or options.to == "nccl-env") or options.gpus is not None or options.bus_ids is not None:
         return None
     cluster = large_cluster(options, ())
     if cluster is None:
         return None
+    if of_server:
+        number = server_number(cluster, options.server, "--server")
+        cluster.place(number)
+        beside = named_servers(cluster, (f"s{number}.",)).topology
+        return export_machine(beside, options.to, server=options.server), cluster.notes
     few = cluster.sample(2).topology
     texts = {nccl_environment(few, server=name).text for name in few.servers}
     if len(texts) > 1:
@@ -176,6 +192,10 @@ def _choices(options: argparse.Namespace) -> Choices:
     )
 
 
+MOST_REPORTED = 512
+"""GPUs of a cluster up to which a report is written: about a minute."""
+
+
 def add_report_options(parser: arguments.OneLineParser) -> None:
     parser.usage = "topoplan report TOPO -o F.html [options]"
     arguments.add_machine(parser)
@@ -197,6 +217,7 @@ def run_report(options: argparse.Namespace) -> Answer:
     """Write one HTML file: the machine, its health, which GPUs to choose, the plan, its proof and trees, and times."""
     if options.output is None:
         raise UsageError("report needs an output file; give one with -o, such as -o report.html")
+    refuse_listing(options, MOST_REPORTED, "a report", f"choose some with --gpus; {BY_KIND_COMMANDS}")
     machine = read_machine(options)
     from topoplan.operate.plot.page import report_page
 

@@ -269,7 +269,11 @@ def explain(
 
 @overload
 def simulate(
-    plan: Plans | PlanByKind, nbytes: int | str, *, chunk_bytes: int | str | None = None
+    plan: Plans | PlanByKind,
+    nbytes: int | str,
+    *,
+    chunk_bytes: int | str | None = None,
+    late: Mapping[int, float] | None = None,
 ) -> Timeline: ...
 @overload
 def simulate(plan: Plans | TopologyLike, *, sizes: str | Sequence[int | str] | None = ...) -> Result: ...
@@ -278,6 +282,7 @@ def simulate(
     nbytes: int | str | None = None,
     *,
     chunk_bytes: int | str | None = None,
+    late: Mapping[int, float] | None = None,
     sizes: str | Sequence[int | str] | None = None,
 ) -> Timeline | Result:
     """Return the model time of a plan: for one size, or over many beside the baseline's.
@@ -292,6 +297,9 @@ def simulate(
         one.
     chunk_bytes : int, str or None
         With ``nbytes``, the largest chunk; None selects the number of chunks.
+    late : mapping of int to float, or None
+        With ``nbytes``, the seconds by which some ranks come after the others. In a plan by kind the ranks of the same
+        number on all equivalent servers come as late.
     sizes : str, sequence or None
         Without ``nbytes``: ``"1KB:1GB"`` (the default), which doubles from first to last, or a list of sizes.
 
@@ -306,7 +314,7 @@ def simulate(
     Raises
     ------
     UsageError
-        A size is negative or not a size, or ``chunk_bytes`` not above zero.
+        A size is negative or not a size, ``chunk_bytes`` not above zero, or a late rank does not exist.
     PlanError
         The plan's trees or routes do not fit its machine.
 
@@ -333,14 +341,15 @@ def simulate(
             from topoplan.model.kind_dataflow import KindClock
 
             largest = None if chunk_bytes is None else parse_size(chunk_bytes)
-            return KindClock(plan).time(parse_size(nbytes), largest)
+            return KindClock(plan, late).time(parse_size(nbytes), largest)
         if not isinstance(plan, Plans):
             raise UsageError(
                 "simulate(plan, nbytes) takes a plan, got a machine; make one with topoplan.plan"
             )
-        return simulate_one(plan, nbytes, chunk_bytes=chunk_bytes)
-    if chunk_bytes is not None:
-        raise UsageError("chunk_bytes goes with one size; add nbytes, or leave chunk_bytes out")
+        return simulate_one(plan, nbytes, chunk_bytes=chunk_bytes, late=late)
+    for name, given in (("chunk_bytes", chunk_bytes), ("late", late)):
+        if given is not None:
+            raise UsageError(f"{name} goes with one size; add nbytes, or leave {name} out")
     source = plan if isinstance(plan, (Plans, PlanByKind)) else as_topology(plan)
     answer = _answer("simulate", ["-"], {"topo": source}, sizes=sizes)
     return Result("simulate", answer, lambda: _dicts(answer.rows))

@@ -7,11 +7,11 @@ of one kind change neither its channels nor what they carry.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from topoplan.cli.arguments import refuse_beside
+from topoplan.cli.arguments import flag, refuse_beside
 from topoplan.cli.compare import beside_rival
 from topoplan.cli.output import (
     DEFAULT_LINES,
@@ -22,8 +22,17 @@ from topoplan.cli.output import (
     thinned,
 )
 from topoplan.cli.plan_cluster import operation_words, root_rank
-from topoplan.cli.simulate import NCCL, TIMES, Times, verdict
-from topoplan.cli.sources import MACHINE_OPTIONS, is_plan, large_cluster, read_by_kind, read_plan_text
+from topoplan.cli.simulate import LATE_ALONE, NCCL, TIMES, Times, late_words, verdict
+from topoplan.cli.sources import (
+    CHANNELS_BY_KIND,
+    MACHINE_OPTIONS,
+    MOST_LISTED_INSTEAD,
+    is_plan,
+    large_cluster,
+    read_by_kind,
+    read_plan_text,
+    refuse_listing,
+)
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.fabric import channel_words
@@ -49,13 +58,22 @@ def requested_plan(
 
     ``listed_only`` are the command's options that need a list. With ``plans`` TOPO may be a plan by kind, or its file.
     """
-    if any(getattr(options, name) not in (None, False) for name in listed_only):
-        return None
     path = options.topo
+    needed = [name for name in (*listed_only, *LISTED_ONLY) if getattr(options, name) not in (None, False)]
+    if (options.channels or "auto") not in CHANNELS_BY_KIND:
+        needed.append("channels")
+    if options.helpers is not None:
+        needed.append("helpers")
+    if needed:
+        flags = ", ".join(flag(name) for name in needed if name != "gpus") or "--gpus"
+        remedy = f"leave {flags} out to plan by kinds of servers, or choose --gpus"
+        refuse_listing(options, MOST_LISTED_INSTEAD, f"plans with {flags}", remedy)
+    if any(name in listed_only for name in needed):
+        return None
     text = _text_of_plan(path)
     if text is not None or not isinstance(path, (str, Topology)):
         return _given_plan(options, text) if plans else None
-    if any(getattr(options, name) is not None for name in LISTED_ONLY):
+    if needed:
         return None
     cluster = large_cluster(options, ())
     if cluster is None:
@@ -69,8 +87,12 @@ def requested_plan(
                 channels=options.channels or "auto",
                 progress=progress,
             )
-    except InfeasibleError:
-        return None
+    except InfeasibleError as error:
+        if cluster.size <= MOST_LISTED_INSTEAD:
+            return None
+        raise InfeasibleError(
+            f"{error}; choose fewer servers, whose GPUs are listed", cut=error.cut
+        ) from None
 
 
 def _given_plan(options: argparse.Namespace, text: str | None) -> PlanByKind | None:
@@ -174,28 +196,32 @@ def run_comparison(options: argparse.Namespace, plan: PlanByKind) -> Answer:
     return Answer(text=text, value=lambda: {**named, **row, **every}, rows=lambda: [row], notes=plan.notes)
 
 
-def run_sizes(options: argparse.Namespace, plan: PlanByKind, sizes: Sequence[int]) -> Answer:
-    """Print the model time of a plan by kind over sizes beside NCCL's."""
-    here = None if plan.collective == ALL_TO_ALL else nccl_setting(plan.cluster)
+def run_sizes(
+    options: argparse.Namespace, plan: PlanByKind, sizes: Sequence[int], late: Mapping[int, float]
+) -> Answer:
+    """Print the model time of a plan by kind over sizes beside NCCL's, or alone if ranks come late."""
+    here = None if late or plan.collective == ALL_TO_ALL else nccl_setting(plan.cluster)
     model = expectations(here, plan.collective) if here is not None else ()
-    clock = KindClock(plan)
+    clock = KindClock(plan, late)
     with progress_line("timing"):
         rows = [row(plan.collective, plan.size, size, clock.time(size).seconds) for size in sizes]
         nccl = [_quickest(model, size, bus_factor(plan.collective, plan.size)) for size in sizes if model]
 
+    notes = (*plan.notes, LATE_ALONE) if late else plan.notes
     noun = "path" if plan.collective == ALL_TO_ALL else "tree"
     number = f"{plan.num_trees:,} of height {plan.height}"
+    compared = (
+        "its fastest choice by NCCL's own tuning model, as in explain" if model else _not_compared(plan)
+    )
 
     def text() -> Iterator[str]:
         yield f"{_where(plan)}: {verdict(rows, nccl, NCCL)}"
         yield from labelled(
             ("plan", f"{noun}s, {rate_words(plan.rate, plan.collective, plan.size)}, {number}"),
-            (
-                "NCCL",
-                "its fastest choice by NCCL's own tuning model, as in explain"
-                if model
-                else _not_compared(plan),
-            ),
+            ("NCCL", "" if late else compared),
+            ("late", f"{late_words(late)}, and as late the ranks of this number on all equivalent servers")
+            if late
+            else ("late", ""),
         )
         yield ""
         asked = options.sizes is not None or options.all
@@ -219,9 +245,10 @@ def run_sizes(options: argparse.Namespace, plan: PlanByKind, sizes: Sequence[int
         "rate": plan.rate,
         "bound": plan.bound,
         "times": records,
-        "notes": list(plan.notes),
+        **({"late": {str(rank): seconds for rank, seconds in sorted(late.items())}} if late else {}),
+        "notes": list(notes),
     }
-    return Answer(text=text, value=lambda: value, rows=lambda: records, notes=plan.notes)
+    return Answer(text=text, value=lambda: value, rows=lambda: records, notes=notes)
 
 
 def _quickest(model: Sequence[NcclExpectation], nbytes: int, factor: float) -> NcclTime:

@@ -155,6 +155,12 @@ def requested_by_kind(options: argparse.Namespace, machine: Topology) -> Cluster
     return cluster_by_kind([Server(machine, count=count)], name=f"{count} x {machine.name}", **given)
 
 
+def requested_size(options: argparse.Namespace, machine: Topology) -> tuple[str, int]:
+    """Return name and GPUs of the cluster that the options ask for, faults left out; ("", 0) for no cluster."""
+    machine, count, _ = _asked_cluster(options, machine)
+    return ("", 0) if count is None else (f"{count} x {machine.name}", count * len(machine.gpus))
+
+
 def _asked_cluster(
     options: argparse.Namespace, machine: Topology
 ) -> tuple[Topology, int | None, dict[str, Any]]:

@@ -15,7 +15,7 @@ from topoplan.cli import arguments
 from topoplan.cli.machine_options import RequestedMachine, add_all_options, apply_faults, apply_overlay
 from topoplan.cli.output import Answer, Column, folded, folded_line, progress_line, table, table_of
 from topoplan.cli.plan_sets import add_mesh_options as add_mesh
-from topoplan.cli.sources import host_names, read_machine
+from topoplan.cli.sources import MOST_READ, host_names, read_machine, refuse_listing
 from topoplan.engines.jaccl import jaccl_devices
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words, usable_fabric
@@ -32,6 +32,9 @@ from topoplan.units import bus_factor, counted, labelled, number_ranges, rate_wo
 
 MAX_PLACEMENTS = 5
 """Most placements in the table without ``--all``."""
+
+MOST_PLACED = 4096
+"""Ranks of a cluster up to which meshes are placed: about a minute."""
 
 MAX_LIST_COLUMNS = 110
 """Most characters of a list."""
@@ -366,6 +369,14 @@ def run(options: argparse.Namespace) -> Answer:
     collective = check_collective(options.collective)
     if collective not in COLLECTIVES:
         raise UsageError(f"rings and trees do not do {collective}; use one of {', '.join(COLLECTIVES)}")
+    if options.server is None:
+        most, what = (
+            (MOST_READ, "an order of ranks")
+            if options.mesh is None
+            else (MOST_PLACED, "placements of a mesh")
+        )
+        remedy = "choose some with --gpus; topoplan compare rates NCCL's rings and trees by kinds of servers"
+        refuse_listing(options, most, what, remedy)
     machine, names, network = _machine(options)
     gpus = machine.allocation(options.gpus)
     listed = tuple(gpu for gpu in _gpus_in_host_order(machine, network) if gpu in machine.left)

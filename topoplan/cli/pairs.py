@@ -21,7 +21,7 @@ from topoplan.cli.output import (
     table,
     write_whole,
 )
-from topoplan.cli.sources import host_names, read_machine, read_words
+from topoplan.cli.sources import host_names, read_machine, read_words, refuse_listing
 from topoplan.engines.nccl.pair_script import HOST_PATTERN, STARTERS, pair_script, server_hosts
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
@@ -42,6 +42,9 @@ from topoplan.units import counted, labelled
 
 FORMATS = ("text", "json", "csv", *STARTERS)
 SIZE = 256 << 20
+MOST_TESTED = 2048
+"""GPUs of a cluster up to which pairs are tested: about a minute of planning if each server has one NIC for all."""
+
 MAX_PRINTED, FAR_BELOW, FAR_ABOVE = 4, 0.7, 1.05
 """Most classes, links or pairs in a line of text; least and largest part of the stated rate that healthy pairs get."""
 
@@ -112,6 +115,7 @@ def run(options: argparse.Namespace) -> Answer | int:
         raise UsageError("a test of 0 bytes measures nothing; give --size a buffer, such as 256MB")
     if options.results == "-" and options.topo == "-":
         raise UsageError("stdin is read once; give TOPO or --results a file")
+    refuse_listing(options, MOST_TESTED, "tests of pairs", "test some servers at a time, by --gpus")
     machine = read_machine(options)
     topology, gpus = machine.whole, machine.allocation(options.gpus)
     results = None

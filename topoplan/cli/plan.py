@@ -33,7 +33,7 @@ from topoplan.cli.output import (
     table,
     tree_noun,
 )
-from topoplan.cli.sources import read_demand, read_machine, read_topology, read_trees
+from topoplan.cli.sources import may_be_large, read_demand, read_machine, read_topology, read_trees
 from topoplan.errors import UsageError, kind_of
 from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
 from topoplan.machine.fabric import ALL, Fabric, channel_words
@@ -108,16 +108,6 @@ def _relay_list(text: str) -> tuple[int, ...] | str:
     return IDLE if text == IDLE else arguments.gpu_list(text)
 
 
-def _late_rank(text: str) -> tuple[int, float]:
-    rank, _, seconds = text.partition("=")
-    try:
-        return int(rank), float(seconds)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be a rank with its seconds, such as 3=0.02, got {text[:60]!r}"
-        ) from None
-
-
 def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_machine(parser)
     arguments.add_allocation(parser)
@@ -168,7 +158,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         threshold=arguments.fraction,
         time_limit=arguments.seconds,
         tolerance=arguments.fraction,
-        late={"action": "append", "type": _late_rank},
+        late={"action": "append", "type": arguments.late_rank},
         density=float,
         entry_bits=float,
     )
@@ -222,6 +212,10 @@ def run(options: argparse.Namespace) -> Answer:
             flag += f" {find_schedule(options.schedule).name}"
         taken = (mode, *MODES[mode].split())
         arguments.refuse_beside(options, flag, {k: v for k, v in NOT_GIVEN.items() if k not in taken})
+    if may_be_large(options):
+        from topoplan.cli import plan_cluster
+
+        plan_cluster.refuse_listed(options)
     runs: dict[str, Callable[[argparse.Namespace], Answer]] = {
         "bound_only": _run_bound,
         "sizes": _run_sizes,
@@ -380,16 +374,9 @@ def _late_plan(
 
     if options.size is None:
         raise UsageError("--late needs the size of the buffer; add --size, such as --size 64MB")
-    seconds: dict[int, float] = {}
-    for rank, late in options.late:
-        if rank in seconds:
-            raise UsageError(
-                f"--late must name a rank once, got {rank}={seconds[rank]:g} and {rank}={late:g}; keep one of them"
-            )
-        seconds[rank] = late
     return plan_late(
         machine.whole,
-        seconds,
+        arguments.late_seconds(options.late),
         nbytes=options.size,
         gpus=machine.allocation(options.gpus),
         channels=options.channels,

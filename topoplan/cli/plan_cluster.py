@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from topoplan.cli.arguments import flag
 from topoplan.cli.output import (
     DEFAULT_LINES,
     Answer,
@@ -26,7 +27,13 @@ from topoplan.cli.output import (
     thinned,
 )
 from topoplan.cli.plan_sets import FAILURE_NOUN
-from topoplan.cli.sources import CHANNELS_BY_KIND, read_large, server_number
+from topoplan.cli.sources import (
+    CHANNELS_BY_KIND,
+    MOST_LISTED_INSTEAD,
+    read_large,
+    refuse_listing,
+    server_number,
+)
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
 from topoplan.machine.fabric import channel_words
@@ -42,9 +49,6 @@ from topoplan.units import counted, format_seconds, format_size, labelled, rate_
 
 if TYPE_CHECKING:
     from topoplan.solve.survival_by_kind import SurvivalByKind
-
-MOST_LISTED_INSTEAD = 1024
-"""GPUs up to which a cluster without a plan by kind is listed without being asked: some minutes."""
 
 _LISTED_ONLY = (
     *("gpus", "in_network", "explain", "plot", "height", "epsilon", "threshold", "time_limit", "tolerance"),
@@ -69,6 +73,22 @@ def requested_cluster(options: argparse.Namespace, topology: Topology | None) ->
             "leave out the options of listed plans"
         )
     return cluster
+
+
+def refuse_listed(options: argparse.Namespace) -> None:
+    """Raise UsageError for a large cluster of which the options ask for a listed plan, without ``--listed``."""
+    needed = [name for name in (*_LISTED_ONLY, "helpers") if getattr(options, name) not in (None, False)]
+    usual = {"method": "exact", "schedule": "trees"}
+    needed += [name for name, value in usual.items() if getattr(options, name) != value]
+    needed += ["channels"] if options.channels not in CHANNELS_BY_KIND else []
+    # A bound alone is as quick as reading the cluster.
+    if options.listed or options.bound_only or not needed:
+        return
+    flags = ", ".join(flag(name) for name in needed if name != "gpus") or "--gpus"
+    remedy = (
+        f"leave {flags} out to plan by kinds of servers, choose --gpus, or add --listed, which may take hours"
+    )
+    refuse_listing(options, MOST_LISTED_INSTEAD, f"plans with {flags}", remedy)
 
 
 def run(options: argparse.Namespace, cluster: ClusterByKind) -> Answer | None:

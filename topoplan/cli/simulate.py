@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +56,7 @@ from topoplan.schedules.low_latency import direct_sends
 from topoplan.schedules.registry import SCHEDULES
 from topoplan.schedules.ring import ring_plan
 from topoplan.solve.planner import plan as make_plan
-from topoplan.units import counted, format_size, labelled
+from topoplan.units import counted, format_seconds, format_size, labelled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 def _run_job_file(options: argparse.Namespace) -> Answer:
     """Run a file of jobs under policies."""
-    arguments.refuse_beside(options, "--policy", dict.fromkeys((*MACHINE_OPTIONS, "trace")))
+    arguments.refuse_beside(options, "--policy", dict.fromkeys((*MACHINE_OPTIONS, "trace", "late")))
     names = list(POLICIES) if options.policy == "all" else options.policy.split(",")
     if options.queues is not None and "crux" not in names:
         raise UsageError("--queues belongs to --policy crux; add it, or leave --queues out")
@@ -134,6 +134,11 @@ def _policy_lines(jobs: Workload, outcomes: Sequence[PolicyRun], *, every: bool)
     )
 
 
+def late_words(late: Mapping[int, float]) -> str:
+    """Return which ranks come late, and by how much; empty without any."""
+    return ", ".join(f"rank {rank} by {format_seconds(seconds)}" for rank, seconds in sorted(late.items()))
+
+
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
@@ -142,6 +147,9 @@ DEFAULT_SIZES = "1KB:1GB"
 
 NCCL = "NCCL's best"
 """Name of the times by NCCL's own model, in the figure and the rows."""
+
+LATE_ALONE = "late ranks: times of the plan alone, as NCCL's model has no late ranks"
+"""Note beside times with ``--late``."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -162,10 +170,13 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.declare(
         parser.topic("simulate"),
         """
+        --late RANK=SECONDS  time of the plan if a rank comes late, such as 3=0.02; of a plan by kind, if the ranks of
+                      its number on all equivalent servers do; may be repeated
         --headroom F  print the queues at switches in the run of the largest size, as it is and with every flow paced at
                       this part of its fraction of the links, such as 0.95
         --queues K    with --policy crux, the number of priorities of the network (default: 8)
         """,
+        late={"action": "append", "type": arguments.late_rank},
         headroom=arguments.link_fraction,
         queues=int,
     )
@@ -190,18 +201,22 @@ def run(options: argparse.Namespace) -> Answer:
         return _run_job_file(options)
     check_target(options.trace, "--trace")
     sizes = options.sizes or arguments.size_list(DEFAULT_SIZES)
+    late = arguments.late_seconds(options.late)
+    if late and (options.trace or options.headroom is not None):
+        raise UsageError("--late is of the times alone; leave --trace and --headroom out")
     if may_be_large(options):
         from topoplan.cli import large_cluster
 
         large = large_cluster.requested_plan(options, ("trace", "headroom", "plot"), plans=True)
         if large is not None:
-            return large_cluster.run_sizes(options, large, sizes)
+            return large_cluster.run_sizes(options, large, sizes, late)
     with progress_line("planning") as progress:
         plan = _plan(options, progress)
-        rival, notes = _baseline(plan)
+        # The baseline and NCCL's model have no late ranks.
+        rival, notes = (None, (LATE_ALONE,)) if late else _baseline(plan)
     with progress_line("timing"):
-        nccl = _nccl(plan, sizes)
-        rows = sweep(plan, sizes)
+        nccl = () if late else _nccl(plan, sizes)
+        rows = sweep(plan, sizes, late=late)
         nccl_rows = [row(plan.collective, len(plan.ranks), one.nbytes, one.seconds) for one in nccl]
         rival_rows = sweep(rival, sizes) if rival else ()
         crossing = crossover(plan, rival, max(1, min(sizes)), max(1, *sizes)) if rival else None
@@ -230,7 +245,7 @@ def run(options: argparse.Namespace) -> Answer:
                 if rival and crossing
                 else ()
             ),
-            *labelled(("NCCL", _nccl_words(nccl))),
+            *labelled(("NCCL", _nccl_words(nccl)), ("late", late_words(late))),
             *(queues.lines() if queues else ()),
         ]
         yield from head
@@ -261,6 +276,7 @@ def run(options: argparse.Namespace) -> Answer:
             ],
             "crossover": crossing.to_object() if crossing else None,
             **({"queues": queues.to_object()} if queues else {}),
+            **({"late": {str(rank): seconds for rank, seconds in sorted(late.items())}} if late else {}),
             "notes": list(notes),
         }
 

@@ -21,6 +21,7 @@ from topoplan.cli.machine_options import (
     apply_overlay,
     faulty_by_kind,
     requested_by_kind,
+    requested_size,
 )
 from topoplan.errors import Note, PlanError, TopologyError, UsageError
 from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
@@ -62,6 +63,14 @@ MACHINE_OPTIONS = (
 CHANNELS_BY_KIND = ("auto", "nvlink+network", "pcie+network")
 """Channels of plans by kind."""
 
+MOST_LISTED_INSTEAD = 1024
+"""GPUs of a cluster up to which listed plans are made without being asked: some minutes."""
+
+MOST_READ = 16_384
+"""GPUs of a cluster up to which commands list its devices: some seconds, and some gigabytes."""
+
+BY_KIND_COMMANDS = "topoplan plan, compare, simulate and show take it by its kinds of servers"
+
 _REMEDY = "give a plan file, made by topoplan plan TOPO -o F.json"
 
 
@@ -70,11 +79,15 @@ def read_machine(options: argparse.Namespace, topology: Topology | None = None) 
 
     ``topology`` is that of TOPO if it has been read: stdin and pipes are read once.
     """
-    return apply_machine_options(options, read_topology(options) if topology is None else topology)
+    if topology is None:
+        refuse_unread(options)
+        topology = read_topology(options)
+    return apply_machine_options(options, topology)
 
 
 def apply_machine_options(options: argparse.Namespace, topology: Topology) -> RequestedMachine:
     """Apply the options of clusters and faults to a machine."""
+    refuse_unread(options, topology)
     gone = {gpu for numbers in options.without_gpu or () for gpu in numbers}
     gpus = getattr(options, "gpus", None)
     used = None if gpus is None else tuple(gpu for gpu in gpus if gpu not in gone)
@@ -197,6 +210,7 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plans | Topology:
     where = _place_words(options.topo)
     if _JOBS_FORMAT.search(text):
         raise UsageError(f"{where} is a file of jobs; topoplan simulate runs it under a --policy")
+    refuse_unread(options)
     folder = "" if options.topo == "-" else str(path.parent)
     machine = load_text(text, where, Path(where).stem, folder=folder, **_load_options(options))
     return printable_machine(machine)
@@ -252,6 +266,43 @@ def _from_file(options: argparse.Namespace) -> ClusterByKind | None:
     if any(getattr(options, name) is not None for name in given):
         return None
     return load_cluster_by_kind(options.topo)
+
+
+def refuse_unread(options: argparse.Namespace, topology: Topology | None = None) -> None:
+    """Raise UsageError for a cluster of more GPUs than `MOST_READ`, before its devices are listed.
+
+    ``topology`` is that of TOPO, if it has been read.
+    """
+    remedy = f"choose fewer servers; {BY_KIND_COMMANDS}"
+    _refuse(_size_of_cluster(options, topology), MOST_READ, "a list of its devices", remedy)
+
+
+def refuse_listing(options: argparse.Namespace, most: int, what: str, remedy: str) -> None:
+    """Raise UsageError for a cluster of more than ``most`` GPUs, of which a command would list ``what``.
+
+    The cluster is not listed for that. If GPUs are chosen (``--gpus``, ``--free``), their number counts.
+    """
+    name, size = _size_of_cluster(options)
+    chosen = getattr(options, "gpus", None) or getattr(options, "free", None)
+    _refuse((name, size if chosen is None else min(size, len(chosen))), most, what, remedy)
+
+
+def _refuse(found: tuple[str, int], most: int, what: str, remedy: str) -> None:
+    name, size = found
+    if size > most:
+        raise UsageError(
+            f"a cluster must have at most {most:,} GPUs for {what}, got {size:,} ({name}); {remedy}"
+        )
+
+
+def _size_of_cluster(options: argparse.Namespace, topology: Topology | None = None) -> tuple[str, int]:
+    """Return name and number of GPUs of the cluster of options or of a cluster file; ("", 0) for all else."""
+    if options.servers is not None or options.domain is not None:
+        return requested_size(options, read_topology(options) if topology is None else topology)
+    if topology is not None or not isinstance(options.topo, str) or options.topo in library():
+        return "", 0
+    cluster = load_cluster_by_kind(options.topo)
+    return ("", 0) if cluster is None else (cluster.name, cluster.size)
 
 
 def server_number(cluster: ClusterByKind, name: str, option: str) -> int:

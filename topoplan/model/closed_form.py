@@ -11,15 +11,16 @@ The terms are the pipeline, the start-ups of the busiest route (`topoplan.model.
 sum. T is exact on chains and stars and approaches D / rate. Channels share no link: each has its own T, and the last
 to end counts. Chunks are those of least T, equal for all shards of a channel; ties are broken as if every chunk
 waited for a round of (D load / c - its own) / k. Rounds of a sparse plan add up; selecting and adding entries takes
-no time. The model follows measured curves within 15 % (Blink figure 27, 1 KB to 1 GB);
-`topoplan.model.event_simulation` is independent of it.
+no time. A hop of a rank that comes d after the launch does not start before: head_f is at least d, and the bytes of a
+link are sent after the least wait of its hops. The model follows measured curves within 15 % (Blink figure 27, 1 KB to
+1 GB); `topoplan.model.event_simulation` is independent of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -46,7 +47,8 @@ class ChannelPart:
     hops: (F',) int64, indices of hops of the flow.
     share, largest: share of the buffer, of all shards and of the largest one.
     chain: longest chain of start-ups in seconds.
-    pace: seconds per byte of the buffer that the fullest link is busy.
+    waits, pace: (E,) float64, seconds until late ranks let a link start, and seconds per byte of the buffer that it is
+    busy; without late ranks those of the fullest link.
     """
 
     name: str
@@ -55,7 +57,8 @@ class ChannelPart:
     share: float
     largest: float
     chain: float
-    pace: float
+    waits: Floats
+    pace: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ class Pipeline:
     alpha, pace: (F, 1) float64, start-up in seconds and seconds per byte of the buffer, of every hop.
     others: (F, 1) float64, seconds per byte of the buffer that other hops keep the fullest link of a hop busy.
     starters: hops grouped by the links that start them.
+    held: (F, 1) float64, seconds after the start of its channel at which both ranks of a hop have come.
     forward, backward: levels in the direction of the data and against it.
     latency: seconds at size zero: launch, start and longest chain of start-ups of the last part.
     """
@@ -93,6 +97,7 @@ class Pipeline:
     others: Floats
     shard: Indices
     starters: Starters
+    held: Floats
     forward: tuple[Level, ...]
     backward: tuple[Level, ...]
     latency: float
@@ -116,7 +121,9 @@ class Pipeline:
         pipelined = self._pipelined(nbytes, chunks, rounds=0)
         rows = []
         for lane in self.lanes:
-            sum_of_both = LAUNCH + lane.start + lane.chain + nbytes * lane.pace
+            sum_of_both = (
+                LAUNCH + lane.start + lane.chain + (lane.waits + nbytes * lane.pace).max(initial=0.0)
+            )
             rows.append(np.maximum(LAUNCH + lane.start + pipelined[lane.hops].max(axis=0), sum_of_both))
         return np.array(rows)
 
@@ -152,7 +159,8 @@ class Pipeline:
         """Return the longest chain of times through each hop, or through the start-ups of its route, as (F, C)."""
         k = chunks[self.shard].astype(np.float64)
         alone = self.alpha + self.pace * nbytes / k
-        before, after = longest_chains(alone, self.forward), longest_chains(alone, self.backward)
+        before = longest_chains(alone, self.forward, self.held)
+        after = longest_chains(alone, self.backward)
         waiting = rounds * self.others * nbytes * (k + 1) / k
         pipelined = before + k * alone + after + waiting
         started = self.starters.longest(before, k * self.alpha, alone - self.alpha + after)
@@ -160,19 +168,45 @@ class Pipeline:
         return through
 
 
-def pipeline(flow: Dataflow, starting: Starters | None = None) -> Pipeline:
-    """Return a dataflow as arrays for `Pipeline.seconds`; ``starting`` replaces its `starters`."""
+def pipeline(
+    flow: Dataflow,
+    starting: Starters | None = None,
+    *,
+    late: Mapping[int, float] | None = None,
+    link_classes: Sequence[int] | None = None,
+) -> Pipeline:
+    """Return a dataflow as arrays for `Pipeline.seconds`.
+
+    starting: replaces its `starters`.
+    late: seconds by which ranks of the fabric come after the launch; the shards of the flow are then all listed, or
+    ``link_classes`` has the equivalence class of every link, as late ranks leave them.
+    """
     alpha = np.array([[hop.alpha] for hop in flow.hops])
     pace = np.array([[hop.pace * flow.shares[hop.shard]] for hop in flow.hops])
     fullest = np.array([[max(flow.seconds_per_byte[link] for link in hop.links)] for hop in flow.hops])
     numbers = range(len(flow.hops))
     forward = levels_of([hop.waits for hop in flow.hops], numbers)
     chains = longest_chains(alpha, forward) + alpha
+    came = dict(late or {})
+    begun = [start for _, start in flow.lanes]
+    held = np.array(
+        [
+            [max(0.0, came.get(hop.src, 0.0), came.get(hop.dst, 0.0), begun[lane]) - begun[lane]]
+            for hop in flow.hops
+            for lane in (flow.lane_of_shard[hop.shard],)
+        ]
+    )
+    started = longest_chains(np.zeros_like(alpha), forward, held)
+    classes = range(len(flow.seconds_per_byte)) if link_classes is None else link_classes
+    ends = longest_chains(alpha, forward, held) + alpha
     lane_of_hop = np.array([flow.lane_of_shard[hop.shard] for hop in flow.hops], dtype=np.int64)
     lanes = []
     for number, (name, start) in enumerate(flow.lanes):
         hops = np.flatnonzero(lane_of_hop == number)
         members = [i for i, lane in enumerate(flow.lane_of_shard) if lane == number]
+        waits, pace_of_links = np.zeros(1), np.array([fullest[hops].max(initial=0.0)])
+        if came and flow.hops:
+            waits, pace_of_links = _links_in_wait(flow, hops.tolist(), started[:, 0].tolist(), classes)
         lanes.append(
             ChannelPart(
                 name=name,
@@ -181,7 +215,8 @@ def pipeline(flow: Dataflow, starting: Starters | None = None) -> Pipeline:
                 share=math.fsum(flow.shares[i] * flow.counts[i] for i in members),
                 largest=max(flow.shares[i] for i in members),
                 chain=float(chains[hops].max(initial=0.0)),
-                pace=float(fullest[hops].max(initial=0.0)),
+                waits=waits,
+                pace=pace_of_links,
             )
         )
     return Pipeline(
@@ -192,10 +227,39 @@ def pipeline(flow: Dataflow, starting: Starters | None = None) -> Pipeline:
         others=np.maximum(fullest - pace, 0.0),
         shard=np.array([hop.shard for hop in flow.hops], dtype=np.int64),
         starters=starters(flow) if starting is None else starting,
+        held=held,
         forward=forward,
         backward=levels_of(flow.followers, numbers[::-1]),
-        latency=LAUNCH + max(lane.start + lane.chain for lane in lanes),
+        latency=LAUNCH + max(lane.start + float(ends[lane.hops].max(initial=0.0)) for lane in lanes),
     )
+
+
+def _links_in_wait(
+    flow: Dataflow, hops: Sequence[int], started: Sequence[float], classes: Sequence[int]
+) -> tuple[Floats, Floats]:
+    """Return, for each class of links, the least seconds until a hop on it may start, and its seconds per byte."""
+    least: dict[int, float] = {}
+    pace: dict[int, float] = {}
+    for hop in hops:
+        for link in flow.hops[hop].links:
+            kind = classes[link]
+            least[kind] = min(least.get(kind, math.inf), started[hop])
+            pace[kind] = flow.seconds_per_byte[link]
+    kinds = sorted(least)
+    return np.array([least[kind] for kind in kinds]), np.array([pace[kind] for kind in kinds])
+
+
+def check_late(late: Mapping[int, float], size: int) -> None:
+    """Raise UsageError for a rank that does not exist, or seconds that are negative or not finite."""
+    for rank, seconds in sorted(late.items()):
+        if not 0 <= rank < size:
+            raise UsageError(
+                f"a late rank must be 0 to {size - 1}, got {rank}; ranks count the GPUs of the allocation from 0"
+            )
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise UsageError(
+                f"the seconds of late rank {rank} must be finite and at least 0, got {seconds}; correct them"
+            )
 
 
 def chunk_counts(schedule: Pipeline, nbytes: int, chunk_bytes: int | None) -> tuple[int, ...]:
@@ -210,16 +274,18 @@ def chunk_counts(schedule: Pipeline, nbytes: int, chunk_bytes: int | None) -> tu
     return tuple(max(1, math.ceil(share * nbytes / chunk_bytes)) for share in schedule.flow.shares)
 
 
-def longest_chains(seconds: Floats, levels: tuple[Level, ...]) -> Floats:
+def longest_chains(seconds: Floats, levels: tuple[Level, ...], held: Floats | None = None) -> Floats:
     """Return the length of the longest chain of hops that ends before each hop; 0 for a hop that waits for none.
 
     seconds: (F, C) float64, time of every hop; the result has the same shape.
+    held: (F, 1) float64, the time before which each hop does not start; None for 0.
     """
     reach = np.zeros_like(seconds)
+    if held is not None:
+        reach += held
     for level in levels:
-        reach[level.hops] = np.maximum.reduceat(
-            reach[level.waits] + seconds[level.waits], level.starts, axis=0
-        )
+        ended = np.maximum.reduceat(reach[level.waits] + seconds[level.waits], level.starts, axis=0)
+        reach[level.hops] = np.maximum(reach[level.hops], ended)
     return reach
 
 
@@ -269,7 +335,8 @@ class Timeline:
     rounds.
     latency_seconds: time at size zero: the launch, and alpha of the hops on the slowest root-to-leaf path; if the
     buffer is split, the start of a later channel too.
-    bandwidth_seconds: ``nbytes`` / rate. ``seconds`` is at least the sum of both, unless the buffer is split; the rest
+    bandwidth_seconds: ``nbytes`` / rate. ``seconds`` is at least the sum of both, unless the buffer is split or a rank
+    comes late; the rest
     fills and drains the pipeline.
     link_bytes, link_seconds: bytes across each used link and the time it is busy, by (source, destination). Two
     channels between the same devices are added: their bytes, and the longer of their times.
@@ -319,7 +386,13 @@ class Timeline:
         }
 
 
-def simulate(plan: Plans, nbytes: int | str, *, chunk_bytes: int | str | None = None) -> Timeline:
+def simulate(
+    plan: Plans,
+    nbytes: int | str,
+    *,
+    chunk_bytes: int | str | None = None,
+    late: Mapping[int, float] | None = None,
+) -> Timeline:
     """Return the model time of a plan for one buffer size.
 
     Parameters
@@ -331,11 +404,14 @@ def simulate(plan: Plans, nbytes: int | str, *, chunk_bytes: int | str | None = 
         one.
     chunk_bytes : int, str or None
         Largest chunk; None selects the number of chunks.
+    late : mapping of int to float, or None
+        Seconds by which some ranks come after the others.
 
     Raises
     ------
     UsageError
-        ``nbytes`` is negative or not a size, or ``chunk_bytes`` not above zero.
+        ``nbytes`` is negative or not a size, ``chunk_bytes`` not above zero, a late rank does not exist, or the plan is
+        sparse and a rank late.
     PlanError
         The plan's trees or routes do not fit its machine.
 
@@ -346,19 +422,32 @@ def simulate(plan: Plans, nbytes: int | str, *, chunk_bytes: int | str | None = 
     >>> round(timeline.algbw), round(timeline.busbw)
     (80, 150)
     """
-    return clock(plan, None if chunk_bytes is None else parse_size(chunk_bytes))(parse_size(nbytes))
+    return clock(plan, None if chunk_bytes is None else parse_size(chunk_bytes), late=late)(
+        parse_size(nbytes)
+    )
 
 
-def clock(plan: Plans, chunk_bytes: int | None = None) -> Callable[[int], Timeline]:
-    """Return the model time of a plan as a function of the size; the dataflow is built once per plan."""
+def clock(
+    plan: Plans, chunk_bytes: int | None = None, *, late: Mapping[int, float] | None = None
+) -> Callable[[int], Timeline]:
+    """Return the model time of a plan as a function of the size; the dataflow is built once per plan.
+
+    late: seconds by which ranks come after the others; UsageError for a rank that does not exist, or a sparse plan.
+    """
+    check_late(late or {}, len(plan.ranks))
     arranged: dict[int, tuple[tuple[Plan, Pipeline], ...]] = {}
 
     def time(nbytes: int) -> Timeline:
         chosen = plan.at(nbytes)
         if id(chosen) not in arranged:
             # rounds of a sparse plan run one after another
+            if chosen.sparse and late:
+                raise UsageError("late ranks need a plan without entries, got a sparse one; leave out late")
             parts = [one.plan for one in rounds(chosen)] if chosen.sparse else [chosen]
-            arranged[id(chosen)] = tuple((part, pipeline(dataflow(part))) for part in parts)
+            if late:
+                # A late rank breaks the symmetries of a compact plan.
+                parts = [replace(part, shards=tuple(part.shards)) for part in parts]
+            arranged[id(chosen)] = tuple((part, pipeline(dataflow(part), late=late)) for part in parts)
         times = [
             timeline(schedule, part.collective, len(part.ranks), nbytes, chunk_bytes)
             for part, schedule in arranged[id(chosen)]

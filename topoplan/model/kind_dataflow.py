@@ -12,7 +12,7 @@ are those of the classes of links, and only the copies on a route are counted in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 from topoplan.errors import PlanError, UsageError
 from topoplan.machine.cluster_by_kind import Cell, ClusterSample, ServerPlace
 from topoplan.machine.fabric import Fabric
-from topoplan.model.closed_form import Pipeline, Timeline, pipeline, timeline
+from topoplan.model.closed_form import Pipeline, Timeline, check_late, pipeline, timeline
 from topoplan.model.dataflow import Dataflow, Hop, Indices, Starters, flow_of
 from topoplan.plans.kind_exchange import KindPath, placings
+from topoplan.plans.kind_images import local_numbers
 from topoplan.plans.kind_templates import (
     KindTemplate,
     beside_root,
@@ -49,6 +50,8 @@ class KindClock:
     """The closed-form times of a plan by kind, equal to those of `PlanByKind.listed`.
 
     Links of a `Timeline` are those of the sample, one for all of their class; its chunks are those of every template.
+    ``late`` has the seconds by which ranks come after the others. All ranks of the same number on equivalent servers
+    come as late: a chain of hops waits once for all of them.
 
     >>> import topoplan
     >>> many = topoplan.cluster_by_kind([topoplan.Server("dgx-h100", count=12_500)], nic_gbps=400)
@@ -58,11 +61,32 @@ class KindClock:
     """
 
     plan: PlanByKind
+    late: Mapping[int, float] | None = None
 
     @cached_property
     def schedule(self) -> Pipeline:
-        """The dataflow as arrays."""
-        return pipeline(*kind_dataflow(self.plan))
+        """The dataflow as arrays; UsageError for a late rank that does not exist."""
+        flow, starting = kind_dataflow(self.plan)
+        if not self.late:
+            return pipeline(flow, starting)
+        check_late(self.late, self.plan.size)
+        classes, _ = self.plan.sample.link_classes(flow.fabric.links)
+        return pipeline(flow, starting, late=self._late_of_sample(), link_classes=classes)
+
+    def _late_of_sample(self) -> dict[int, float]:
+        """Return the seconds by which ranks of the sample come late, each for those of all equivalent servers."""
+        plan = self.plan
+        home = plan.sample.servers_of(plan.fabric.ranks)
+        alike: dict[tuple[int, int], float] = {}
+        for rank, seconds in (self.late or {}).items():
+            server, gpu = plan.cluster.server_of(rank)
+            kind = (plan.cluster.place(server).cell, gpu)
+            alike[kind] = max(alike.get(kind, 0.0), seconds)
+        kinds = (
+            (plan.sample.places[server].cell, gpu)
+            for server, gpu in zip(home, local_numbers(home), strict=True)
+        )
+        return {rank: alike[kind] for rank, kind in enumerate(kinds) if kind in alike}
 
     def time(self, nbytes: int, chunk_bytes: int | None = None) -> Timeline:
         """Return the time for a buffer; parameters as `topoplan.model.closed_form.simulate`."""

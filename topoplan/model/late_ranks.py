@@ -35,7 +35,7 @@ from math import lcm
 from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.machine.fabric import CHANNEL_SPLITS, Fabric
 from topoplan.machine.topology import TopologyLike
-from topoplan.model.closed_form import chunk_counts, pipeline
+from topoplan.model.closed_form import check_late, chunk_counts, pipeline
 from topoplan.model.dataflow import dataflow
 from topoplan.model.event_simulation import run_events
 from topoplan.plans.build import Allocation
@@ -203,15 +203,7 @@ def _check(late: Mapping[int, float], size: int, channels: str) -> None:
         raise UsageError(f"late ranks need 2 to {MOST_RANKS} GPUs, got {size}; choose others with gpus")
     if not late:
         raise UsageError("late must name a rank, got none; give a rank and its seconds, or use topoplan.plan")
-    for rank, seconds in sorted(late.items()):
-        if not 0 <= rank < size:
-            raise UsageError(
-                f"a late rank must be 0 to {size - 1}, got {rank}; ranks count the GPUs of the allocation from 0"
-            )
-        if not (math.isfinite(seconds) and seconds >= 0):
-            raise UsageError(
-                f"the seconds of late rank {rank} must be finite and at least 0, got {seconds}; correct them"
-            )
+    check_late(late, size)
     if channels in CHANNEL_SPLITS:
         raise UsageError(f"late ranks need channels that share a buffer, got {channels}; use auto or nvlink")
 

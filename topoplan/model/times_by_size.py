@@ -17,7 +17,7 @@ Absent: the time to fill pipelines, and other chunks and trees that start one af
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -81,15 +81,23 @@ class Crossover:
         return {"nbytes": self.nbytes, "faster_below": self.faster_below}
 
 
-def sweep(plan: Plans, sizes: Sequence[int], *, chunk_bytes: int | None = None) -> tuple[SizeRow, ...]:
+def sweep(
+    plan: Plans,
+    sizes: Sequence[int],
+    *,
+    chunk_bytes: int | None = None,
+    late: Mapping[int, float] | None = None,
+) -> tuple[SizeRow, ...]:
     """Return the model time of a plan at several sizes; plans by size take the plan of each size.
+
+    late: as for `topoplan.model.closed_form.clock`.
 
     >>> import topoplan
     >>> (one,) = sweep(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), [1 << 30])
     >>> one.count, f"{one.seconds * 1e6:.2f}", round(one.algbw, 2), round(one.busbw, 2)
     (268435456, '13447.77', 79.85, 149.71)
     """
-    time = clock(plan, chunk_bytes)
+    time = clock(plan, chunk_bytes, late=late)
     times = [time(size) for size in sizes]
     return tuple(row(one.collective, one.ranks, one.nbytes, one.seconds) for one in times)
 

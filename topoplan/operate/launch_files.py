@@ -52,10 +52,13 @@ def hosts_of(topology: Topology) -> tuple[str, ...]:
     part = dict(zip(place, components(len(place), *joined.T).tolist(), strict=True))
     switched = {device.server for device in topology.devices if device.kind == "nvswitch"}
     cpus = {part[device.name] for device in topology.devices if device.kind == "cpu"}
+    parts: dict[str, set[int]] = {}
+    for gpu in gpus:
+        parts.setdefault(gpu.server, set()).add(part[gpu.name])
     found: list[str] = []
     known: dict[str, dict[int, int]] = {}
     for gpu in gpus:
-        others = {part[other.name] for other in gpus if other.server == gpu.server}
+        others = parts[gpu.server]
         if gpu.server in switched and len(others) > 1 and others <= cpus:
             numbers = known.setdefault(gpu.server, {})
             found.append(f"{gpu.server}-{numbers.setdefault(part[gpu.name], len(numbers))}")

@@ -89,6 +89,29 @@ def test_parts_of_64_ranks_of_a_larger_cluster_are_rows_of_the_listed_form() -> 
     assert same_rows(plan, list(range(0, plan.size, 3)), plan.size * 64, 64) > 0
 
 
+TREE = {"network": "fat-tree", "leaf_size": 16, "oversubscription": 2}
+
+
+@pytest.mark.parametrize(
+    ("servers", "collective", "network"),
+    [
+        pytest.param(64, "allgather", TREE, marks=pytest.mark.thorough),
+        pytest.param(32, "reduce_scatter", {"network": "rail-optimised"}, marks=pytest.mark.thorough),
+        pytest.param(32, "allreduce", {}, marks=pytest.mark.thorough),
+        pytest.param(256, "allgather", TREE, marks=pytest.mark.slow),
+        pytest.param(256, "allgather", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_parts_of_every_64th_of_the_ranks_are_rows_of_the_listed_form(
+    servers: int, collective: str, network: dict[str, object]
+) -> None:
+    """Up to 2,048 GPUs: the table of N GPUs has N (N - 1) rows or more, and takes 2 GB and a minute there."""
+    cluster = cluster_by_kind([Server("dgx-h100", count=servers)], nic_gbps=400, **network)  # type: ignore[arg-type]
+    plan = plan_by_kind(cluster, collective)
+    count = plan.size * 64
+    assert same_rows(plan, range(0, plan.size, plan.size // 64), count, count) >= 64 * (plan.size - 1)
+
+
 def test_an_all_gather_moves_all_elements_to_each_rank_of_100_000() -> None:
     cluster = cluster_by_kind([Server("dgx-h100", count=12_500)], nic_gbps=400)
     part = rank_part(plan_by_kind(cluster, "allgather"), 54_321)

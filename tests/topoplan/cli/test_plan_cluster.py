@@ -195,3 +195,79 @@ def test_a_machine_on_stdin_is_read_once(done: Done) -> None:
         for servers in (2, 64):
             made = done(f"{line} --servers {servers} --nic-gbps 100", stdin=text)
             assert f"{servers} x dgx-1v" in made
+
+
+LARGE = "dgx-h100 --servers {} --nic-bandwidth 400Gb/s"
+
+ABOVE_1024 = (
+    "plan {} --mesh dp=12500,tp=8",
+    "plan {} --in-network nvswitch",
+    "plan {} --schedule ring",
+    "plan {} --method three-phase",
+    "plan {} --helpers 2",
+    "plan {} --channels pcie",
+    "plan {} --size 1MB",
+    "compare {} --plot rates.png",
+    "compare {} --in-network nvswitch",
+    "compare {} --all-allocations",
+    "compare {} --without-each-server",
+    "simulate {} --trace run.json",
+    "simulate {} --in-network all",
+    "recommend {} --count 64",
+    "recommend {} --jobs 64,64",
+)
+
+ABOVE_MORE = (
+    ("report {} -o report.html", 512),
+    ("pairs {}", 2048),
+    ("order {} --mesh dp=12500,tp=8 --preset megatron", 4096),
+    ("order {}", 16_384),
+    ("plan {} --gpus 0-15", 16_384),
+    ("plan {} --bound-only", 16_384),
+    ("check {}", 16_384),
+    ("show {} --json", 16_384),
+    ("export {} --to nccl-topo", 16_384),
+    ("testbed {}", 16_384),
+)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("command", "most"), [*((one, 1024) for one in ABOVE_1024), *ABOVE_MORE])
+def test_what_lists_every_gpu_is_refused_before_the_cluster_is_listed(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: str, most: int
+) -> None:
+    """One line with the limit, the size and a remedy; no device of the cluster is listed for it."""
+
+    def listed(*_: object, **__: object) -> None:
+        raise AssertionError("the cluster is listed")
+
+    monkeypatch.setattr("topoplan.cli.machine_options.cluster", listed)
+    for servers in (12_500, most // 8 + 1):
+        status, _, err = run(command.format(LARGE.format(servers)))
+        assert (status, err.count("\n")) == (2, 1)
+        assert f"at most {most:,} GPUs for " in err
+        assert f", got {8 * servers:,} ({servers} x dgx-h100); " in err
+
+
+def test_chosen_gpus_of_a_large_cluster_are_listed(run: Run) -> None:
+    """The number of chosen GPUs counts, and so does that of all that are read."""
+    status, out, _ = run(f"recommend {LARGE.format(129)} --count 8 --free 0-7")
+    assert (status, "all 8 GPUs" in out) == (0, True)
+
+
+def test_a_cluster_file_is_refused_like_the_options(run: Run, tmp_path: Path) -> None:
+    value = {"servers": [{"machine": "dgx-h100", "count": 3_000}], "network": {"nic_gbps": 400}}
+    place = tmp_path / "many.json"
+    place.write_text(json.dumps({"format": "topoplan.cluster/1", "name": "many", **value}))
+    for command, most in (("report {} -o r.html", 512), ("check {}", 16_384), ("testbed {}", 16_384)):
+        status, _, err = run(command.format(place))
+        assert (status, f"at most {most:,} GPUs for " in err, ", got 24,000 (many); " in err) == (
+            2,
+            True,
+            True,
+        )
+
+
+def test_the_topology_file_of_one_server_is_that_of_the_listed_cluster(done: Done) -> None:
+    large, small = (done(f"export {LARGE.format(number)} --to nccl-topo --server s17") for number in (40, 20))
+    assert large.replace("40 x", "20 x") == small

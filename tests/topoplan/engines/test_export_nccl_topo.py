@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -13,14 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import topoplan
+from tests.support.kind_clusters import random_cluster, random_dragonfly, random_three_levels
 from tests.support.listings import MACHINES, each
 from tests.support.nccl_rules import Rejected, nccl_links, read_as_nccl
 from tests.support.nccl_texts import BRIDGE, bus, cpu, element, gpu_pci, nic_pci, nvlink, pci, system
-from topoplan import Device, Link, Topology, UsageError
+from topoplan import ClusterByKind, Device, Link, Topology, UsageError
 from topoplan.engines.exported import Exported
 from topoplan.engines.nccl.identities import cpu_identity
 from topoplan.engines.nccl.topology_file import MAX_ELEMENTS, nccl_topo_xml
 from topoplan.engines.registry import export_machine, export_plan
+from topoplan.machine.faults_by_kind import named_servers
 from topoplan.machine.hardware import (
     LANE_RATES,
     counted_bandwidth,
@@ -365,3 +369,18 @@ def test_networks_are_numbered_over_all_nics_where_one_has_several() -> None:
     root = ElementTree.fromstring(nccl_topo_xml(replace(machine, devices=devices)).text)
     numbers = {net.attrib["name"]: int(net.attrib["dev"]) for net in root.iter("net") if "name" in net.attrib}
     assert numbers == {"mlx5_0": 0, "mlx5_1": 1, "mlx5_2": 2}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("make", [random_cluster, random_dragonfly, random_three_levels])
+@pytest.mark.parametrize("seed", range(30))
+def test_a_server_beside_one_of_each_kind_has_the_file_of_the_listed_cluster(
+    make: Callable[..., ClusterByKind | None], seed: int
+) -> None:
+    cluster = make(seed, most=200)
+    if cluster is None:
+        return
+    name = f"s{random.Random(seed).randrange(cluster.servers)}"
+    beside = named_servers(cluster, (f"{name}.",)).topology
+    listed, few = (export_machine(one, "nccl-topo", server=name) for one in (cluster.listed(), beside))
+    assert (few.text, few.notes) == (listed.text, listed.notes)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from itertools import product
@@ -17,7 +18,13 @@ import pytest
 
 import topoplan
 from tests.conftest import Run
-from tests.support.kind_clusters import plan_of_groups, random_cluster, random_dragonfly, random_plan
+from tests.support.kind_clusters import (
+    plan_of_groups,
+    plan_of_three_levels,
+    random_cluster,
+    random_dragonfly,
+    random_plan,
+)
 from topoplan import PlanByKind, Server, UsageError, cluster_by_kind, plan_by_kind
 from topoplan.machine.cluster_by_kind import ClusterSample, ServerPlace
 from topoplan.machine.fabric import Fabric
@@ -96,6 +103,68 @@ def test_times_are_those_of_the_list(seed: int) -> None:
     plan = random_plan(seed, most=36)
     assert plan is not None
     agree(plan)
+
+
+def agree_if_late(plan: PlanByKind, seed: int) -> None:
+    """Compare with the list in which a rank and all equivalent ones come late, and with that of one late rank."""
+    rng = random.Random(seed)
+    rank, seconds = rng.randrange(plan.size), 10 ** rng.uniform(-6, -1)
+    places = [plan.cluster.server_of(one) for one in range(plan.size)]
+    kinds = [(plan.cluster.place(server).cell, gpu) for server, gpu in places]
+    listed = plan.listed()
+    alike = {one: seconds for one, kind in enumerate(kinds) if kind == kinds[rank]}
+    every, alone, usual = (clock(listed, late=late) for late in (alike, {rank: seconds}, None))
+    kind = KindClock(plan, {rank: seconds})
+    for size in SIZES:
+        found = kind.time(size)
+        assert found.seconds == pytest.approx(every(size).seconds, rel=1e-13)
+        assert found.latency_seconds == pytest.approx(every(size).latency_seconds, rel=1e-13)
+        before, after = usual(size).seconds, alone(size).seconds
+        assert before * (1 - 1e-13) <= after <= found.seconds * (1 + 1e-13)
+        assert found.seconds <= (before + seconds) * (1 + 1e-13)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(60))
+def test_times_with_late_ranks_are_those_of_the_list(seed: int) -> None:
+    plan = random_plan(seed, most=36)
+    if plan is not None:
+        agree_if_late(plan, seed)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", [random_plan, plan_of_groups, plan_of_three_levels])
+@pytest.mark.parametrize("seed", range(60, 160))
+def test_times_with_late_ranks_of_more_clusters_are_those_of_the_list(
+    make: Callable[..., PlanByKind | None], seed: int
+) -> None:
+    plan = make(seed, most=60)
+    if plan is not None and plan.num_trees * plan.size < 20_000:
+        agree_if_late(plan, seed)
+
+
+def test_a_late_rank_delays_a_star_of_100_000_by_its_delay() -> None:
+    many = cluster_by_kind([Server("dgx-h100", count=12_500)], nic_gbps=400)
+    plan = plan_by_kind(many, "all_reduce")
+    usual, late = KindClock(plan), KindClock(plan, {54_321: 0.5})
+    for size in (1_000, 10**10):
+        assert late.time(size).seconds == pytest.approx(usual.time(size).seconds + 0.5, rel=0.15)
+    with pytest.raises(UsageError, match="a late rank must be 0 to 99999, got 100000"):
+        KindClock(plan, {100_000: 1.0}).time(1)
+
+
+def test_simulate_prints_the_times_with_a_late_rank(run: Run) -> None:
+    machine = ["simulate", "v100x4", "--servers", "80", "--nic-bandwidth", "800Gb/s", "--sizes", "1MB"]
+    status, out, _ = run(*machine, "--late", "5=0.02", "--json")
+    value = json.loads(out)
+    assert (status, value["late"]) == (0, {"5": 0.02})
+    (row,) = value["times"]
+    assert row["time"] > 20_000
+    status, out, _ = run(*machine, "--late", "5=0.02")
+    assert (
+        "late         rank 5 by 20 ms, and as late the ranks of this number on all equivalent servers" in out
+    )
+    assert run(*machine, "--late", "5=0.02", "--late", "5=0.01")[2].endswith("keep one of them\n")
 
 
 @pytest.mark.thorough

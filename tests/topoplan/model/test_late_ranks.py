@@ -79,6 +79,51 @@ def test_no_byte_moves_at_a_rank_before_it_comes() -> None:
     assert run_events(made, nbytes=SIZE, late={2: 0.0}) == run_events(made, nbytes=SIZE)
 
 
+@pytest.mark.parametrize("name", ["dgx-1v", "dgx-2", "v100x4", "dgx-h100"])
+def test_times_of_the_usual_plan_with_a_late_rank_are_those_of_the_events(name: str) -> None:
+    """The closed form stays within a sixth of the event simulation, and grows by at most the delay."""
+    for collective in ("allreduce", "allgather", "reduce_scatter"):
+        plan = topoplan.plan(name, collective)
+        for size in (1 << 20, 1 << 26):
+            usual = topoplan.simulate(plan, size).seconds
+            for seconds in (0.0, 1e-5, 1e-3, 1e-2):
+                found = topoplan.simulate(plan, size, late={2: seconds}).seconds
+                assert found == pytest.approx(
+                    run_events(plan, nbytes=size, late={2: seconds}).seconds, rel=1 / 6
+                )
+                assert usual <= found <= usual + seconds + 1e-12
+
+
+def test_a_late_rank_delays_a_channel_that_starts_later_by_the_rest_of_its_delay() -> None:
+    """PCIe beside NVLink starts 3.7 ms after the launch: a rank that comes before that delays nothing there."""
+    plan = topoplan.plan("dgx-1v", channels="nvlink+pcie", nbytes="1GB")
+    usual = topoplan.simulate(plan, "1GB")
+    assert [one.start > 0.003 for one in usual.channels] == [False, True]
+    for seconds in (0.001, 0.003, 0.01):
+        found = topoplan.simulate(plan, "1GB", late={2: seconds})
+        events = run_events(plan, nbytes=1 << 30, late={2: seconds}).seconds
+        assert usual.seconds <= found.seconds <= (usual.seconds + seconds) * (1 + 1e-9)
+        assert found.seconds == pytest.approx(events, rel=0.1)
+        assert found.channels[1].seconds - usual.channels[1].seconds < max(0.0, seconds - 0.0036) + 1e-12
+
+
+def test_one_rank_has_nobody_to_wait_for_it() -> None:
+    one = topoplan.plan("dgx-1v", gpus=[3])
+    assert topoplan.simulate(one, SIZE, late={0: 1.0}).seconds == topoplan.simulate(one, SIZE).seconds
+
+
+def test_the_buffer_of_a_late_rank_crosses_its_port_after_it_comes() -> None:
+    """Two ranks: launch, delay, start-up, bytes."""
+    pair = topoplan.plan(switch(2), "broadcast")
+    usual, late = (topoplan.simulate(pair, SIZE, late=late) for late in (None, {1: 0.25}))
+    assert late.seconds == pytest.approx(usual.seconds + 0.25, rel=1e-12)
+    assert late.latency_seconds == pytest.approx(usual.latency_seconds + 0.25, rel=1e-12)
+    with pytest.raises(UsageError, match="a late rank must be 0 to 1, got 2"):
+        topoplan.simulate(pair, SIZE, late={2: 0.25})
+    with pytest.raises(UsageError, match="late goes with one size"):
+        topoplan.simulate(pair, late={1: 0.25})
+
+
 @pytest.mark.thorough
 def test_the_usual_plan_stays_if_no_other_is_faster() -> None:
     """Ranks that come together, two ranks, and a late rank whose slow port limits all plans alike."""
