@@ -30,6 +30,7 @@ from topoplan.engines.nccl.environment_file import nccl_environment
 from topoplan.engines.nccl.identities import BUS_ID_QUERY, parse_bus_ids, with_bus_ids
 from topoplan.engines.registry import FORMATS, check_format, export_machine, export_plan, how_to_use
 from topoplan.errors import TopologyError, UsageError
+from topoplan.machine.cluster_by_kind import MOST_LISTED
 from topoplan.machine.topology import Topology
 from topoplan.reading.load import read_text
 
@@ -135,6 +136,10 @@ def _environment_by_kind(options: argparse.Namespace) -> tuple[Exported, tuple[s
     cluster = large_cluster(options, ())
     if cluster is None:
         return None
+    if cluster.network.kind == "torus":
+        raise UsageError(
+            f"nccl-env of a torus needs the list of its GPUs, at most {MOST_LISTED}; export it for fewer servers"
+        )
     few = cluster.sample(2).topology
     texts = {nccl_environment(few, server=name).text for name in few.servers}
     if len(texts) > 1:

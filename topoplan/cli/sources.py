@@ -236,6 +236,8 @@ def large_cluster(options: argparse.Namespace, listed_only: Sequence[str]) -> Cl
         return None
     if not of_machine and (not isinstance(options.topo, str) or options.topo in library()):
         return None
+    if not of_machine and is_torus_name(options):
+        return None
     return read_large(options, read_topology(options) if of_machine else None)
 
 
@@ -252,6 +254,11 @@ def _from_file(options: argparse.Namespace) -> ClusterByKind | None:
     if any(getattr(options, name) is not None for name in given):
         return None
     return load_cluster_by_kind(options.topo)
+
+
+def is_torus_name(options: argparse.Namespace) -> bool:
+    """Return whether TOPO is a name such as torus:100,100."""
+    return isinstance(options.topo, str) and options.topo.startswith("torus:")
 
 
 def server_number(cluster: ClusterByKind, name: str, option: str) -> int:
