@@ -195,12 +195,12 @@ def _torus_forest(sample: ClusterSample, found: SampleDistances, collective: str
             if u != v and table[u, v] >= 0
         ]
 
-    trees = [Fraction(0)] * gpus
+    trees = [0] * gpus
     for table, users in ((found.table, "allgather"), (found.table.T, "reduce_scatter")):
         if collective in (users, "allreduce"):
             more = torus_tree_at_least(torus, gpus, arcs(table))
             trees = [known + length for known, length in zip(trees, more, strict=True)]
-    return min(trees) if collective == "allreduce" else sum(trees, Fraction(0)) / gpus
+    return Fraction(min(trees)) if collective == "allreduce" else Fraction(sum(trees), gpus)
 
 
 IN_TORUS = ("allreduce", "allgather", "reduce_scatter")

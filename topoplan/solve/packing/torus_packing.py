@@ -33,7 +33,7 @@ from topoplan.plans.minimum_trees import UNREACHABLE, cheapest_arborescence
 from topoplan.plans.plan import collective_name
 from topoplan.plans.shards import Edge, Stage
 from topoplan.plans.torus_templates import Arm, TorusTemplate
-from topoplan.solve.packing.kind_program import Solution, TemplateColumn, TreeProgram
+from topoplan.solve.packing.kind_program import Proof, Solution, TemplateColumn, TreeProgram
 from topoplan.solve.packing.packing_program import rounded_lengths
 from topoplan.solve.symmetry.symmetry_search import find_symmetry
 
@@ -130,6 +130,23 @@ class TorusPacking(TreeProgram):
             for inner in (set[int](), *gpus):
                 if crossed or inner:
                     yield [int(row in crossed | inner) for row in range(len(self.counts))]
+
+    def lowest(self, root: int | None, every: Iterable[Sequence[int]]) -> Proof | None:
+        """Return the lowest bound of some lengths, and of their sums with those of the ways back.
+
+        An all_reduce backwards is one too. So if links are as fast both ways, best lengths are equal both ways, but
+        those of a program need not be.
+        """
+        index = self.fabric.link_index
+        back = [0] * len(self.counts)
+        for (src, dst), link in index.items():
+            back[self.rows[link]] = self.rows[index.get((dst, src), link)]
+        both = (
+            each
+            for lengths in every
+            for each in (lengths, [one + lengths[other] for one, other in zip(lengths, back, strict=True)])
+        )
+        return super().lowest(root, both)
 
     def heights(self, solution: Solution[TemplateColumn]) -> Iterable[int]:
         return (STARS, EVEN)
