@@ -120,7 +120,7 @@ def rank_part(plan: PlanByKind, rank: int) -> RankPart:
         )
     templates = [one for one in plan.templates if isinstance(one, KindTemplate)]
     if len(templates) < len(plan.templates):
-        raise UsageError("a rank's part of an all_to_all by kind cannot be lowered; list the plan")
+        raise UsageError("an all_to_all, or a plan of a torus, by kind cannot be lowered for a rank; list it")
     places = _first_ranks(plan.cluster)
     finders = [_TemplatePart(plan, template, places, rank) for template in templates]
     position, steps, unit = _shard_order(plan, finders)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from math import prod
 from typing import Any
 
 import topoplan
@@ -77,6 +78,39 @@ def random_three_levels(seed: int, *, most: int) -> ClusterByKind | None:
     except TopoplanError:
         return None
     return found if found.size <= most and len(found.leaves) > found.pod_size else None
+
+
+def random_torus(seed: int, *, most: int) -> ClusterByKind | None:
+    """Return a torus of equal servers, or of hosts of one GPU, as `random_cluster`."""
+    rng = random.Random(f"torus {seed}")
+    sides = [rng.choice([2, 2, 3, 4, 5, 6]) for _ in range(rng.choice([1, 2, 2, 3]))]
+    each = [rng.randint(1, 3) for _ in sides] if rng.random() < 0.5 else [1] * len(sides)
+    gpus = list(range(rng.choice([1, 1, 2, 3]))) if rng.random() < 0.7 else None
+    machine = rng.choice(MACHINES)
+    try:
+        found = topoplan.cluster_by_kind(
+            [Server(machine, gpus, count=prod(sides))],
+            nic_gbps=rng.choice([50, 200, 800]),
+            nics=2 * sum(each),
+            nic_access=rng.choice(["direct", "pcie"]),
+            network="torus",
+            sides=sides,
+            dimension_nics=each,
+        )
+    except TopoplanError:
+        return None
+    return found if found.size <= most else None
+
+
+def plan_of_torus(seed: int, *, most: int) -> PlanByKind | None:
+    """Return a plan of a collective on a torus; None if it cannot be planned by kind."""
+    cluster = random_torus(seed, most=most)
+    if cluster is None:
+        return None
+    try:
+        return topoplan.plan_by_kind(cluster, COLLECTIVES[seed % 3])
+    except InfeasibleError:
+        return None
 
 
 def random_dragonfly(seed: int, *, most: int) -> ClusterByKind | None:
@@ -157,6 +191,14 @@ def changed_file(rng: random.Random, value: dict[str, Any]) -> dict[str, Any]:
             edges.remove(edge)
         elif kind == 1:
             edge[0] = rng.choice(edges)[0]
+        elif kind in (2, 3, 4, 12) and "arms" in template:
+            arm, other = rng.choice(template["arms"]), rng.choice(template["arms"])
+            if kind == 2:
+                arm[1], arm[2] = arm[2], arm[1]
+            elif kind == 3:
+                arm[:], other[:] = list(other), list(arm)
+            else:
+                arm[rng.randrange(3)] += rng.choice([-1, 1])
         elif kind == 2:
             template["shifts"] = rng.choice([1, 2, 3, 4, 6, 12])
         elif kind == 3:
@@ -177,6 +219,9 @@ def changed_file(rng: random.Random, value: dict[str, Any]) -> dict[str, Any]:
             value["cluster"]["network"][size] = rng.randint(1, 6)
         elif kind == 7 and "group_size" in value["cluster"]["network"]:
             value["cluster"]["network"]["group_size"] = rng.randint(1, 6)
+        elif kind == 7 and "sides" in value["cluster"]["network"]:
+            sides = value["cluster"]["network"]["sides"]
+            rng.shuffle(sides)
         elif kind == 8:
             rng.choice(value["certificate"]["lengths"])[2] = str(rng.randint(0, 9))
         elif kind == 9 and len(edge[0]) > 2:

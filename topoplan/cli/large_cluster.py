@@ -126,6 +126,8 @@ def nccl_setting(cluster: ClusterByKind) -> NcclSetting | None:
 def _not_compared(plan: PlanByKind) -> str:
     if plan.collective == ALL_TO_ALL:
         return "not compared: its model has no all_to_all"
+    if plan.cluster.network.kind == "torus":
+        return "not compared: its model needs a network of switches between servers"
     return "not compared: its model needs equal servers with NVIDIA GPUs, and a network as fast as their NICs"
 
 

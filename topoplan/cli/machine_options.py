@@ -55,6 +55,8 @@ NETWORK_OPTIONS = (
     "pod_oversubscription",
     "group_size",
     "global_gbps",
+    "sides",
+    "dimension_nics",
     "nic_access",
     "helpers",
     "transport",
@@ -66,6 +68,10 @@ CLUSTER_OPTIONS = ("servers", "domain", *NETWORK_OPTIONS)
 
 
 _count = whole_number(1, 10**15 - 1, "whole number of 1 or more")
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_count(one) for one in text.split(","))
 
 
 def _nic_choice(text: str) -> int | str:
@@ -104,6 +110,8 @@ def add_cluster_options(parser: OneLineParser) -> None:
         --pod-oversubscription F  downlinks over uplinks of a pod (default: 1)
         --group-size L         with dragonfly: servers in each group
         --global-bandwidth RATE  with dragonfly: each way between any two groups
+        --sides A,B,…          with torus: servers in each dimension
+        --dimension-nics I,J,…  with torus: NICs ahead, and as many back, in each dimension (default: all alike)
         --nic-access HOW       {" or ".join(NIC_ACCESS)}: a NIC serves the GPUs nearest on PCIe, or all GPUs at its
                                full rate (default: {NIC_ACCESS[0]})
         --helpers K            aggregation servers: machines without GPUs that add and copy, with as many NICs as a
@@ -124,6 +132,8 @@ def add_cluster_options(parser: OneLineParser) -> None:
         pod_oversubscription=number(1, math.inf, "number of 1 (no oversubscription) or more, such as 2"),
         group_size=_count,
         global_bandwidth=rate_option("global", "Gb/s"),
+        sides=_counts,
+        dimension_nics=_counts,
         helpers=_count,
         transport={"choices": tuple(TRANSPORTS)},
         flow_bandwidth=rate_option("flow", "Gb/s"),

@@ -313,7 +313,7 @@ FORMATS = (*LAUNCH_FILES, "jaccl", "json")
 NOT_OF_TREES = dict.fromkeys(
     (
         *("servers", "network", "rails", "leaf_size", "pod_size", "pod_oversubscription"),
-        *("group_size", "global_gbps", "helpers", "merge"),
+        *("group_size", "global_gbps", "sides", "dimension_nics", "helpers", "merge"),
     )
 )
 """Options that a description of Slurm replaces."""

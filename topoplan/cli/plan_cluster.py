@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from topoplan.cli.arguments import flag
+from topoplan.cli.machine_options import FAULT_OPTIONS
 from topoplan.cli.output import (
     DEFAULT_LINES,
     Answer,
@@ -30,6 +31,7 @@ from topoplan.cli.plan_sets import FAILURE_NOUN
 from topoplan.cli.sources import (
     CHANNELS_BY_KIND,
     MOST_LISTED_INSTEAD,
+    is_torus_name,
     read_large,
     refuse_listing,
     server_number,
@@ -39,10 +41,9 @@ from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
 from topoplan.machine.fabric import channel_words
 from topoplan.machine.hardware import with_capable
 from topoplan.machine.topology import Topology
-from topoplan.plans.kind_exchange import KindPath
-from topoplan.plans.kind_templates import KindTemplate
-from topoplan.plans.plan import ALL_TO_ALL
-from topoplan.plans.plan_by_kind import PlanByKind
+from topoplan.plans.certificates.kind_lengths import IN_TORUS
+from topoplan.plans.plan import ALL_TO_ALL, check_collective
+from topoplan.plans.plan_by_kind import AnyTemplate, PlanByKind
 from topoplan.plans.shards import bracket_notation
 from topoplan.solve.packing.kind_composition import plan_by_kind
 from topoplan.units import counted, format_seconds, format_size, labelled, rate_words
@@ -66,6 +67,12 @@ def requested_cluster(options: argparse.Namespace, topology: Topology | None) ->
     listed = options.listed or options.bound_only or options.method != "exact" or options.schedule != "trees"
     listed = listed or any(getattr(options, name) not in (None, False) for name in _LISTED_ONLY)
     listed = listed or options.channels not in CHANNELS_BY_KIND
+    if topology is None and is_torus_name(options):
+        # A torus of hosts is listed for all that is not planned by kind there.
+        listed = listed or check_collective(options.collective) not in IN_TORUS
+        listed = listed or any(
+            getattr(options, name) is not None for name in ("sizes", "survive", *FAULT_OPTIONS)
+        )
     cluster = None if listed else read_large(options, topology)
     if options.list is not None and cluster is None:
         raise UsageError(
@@ -205,7 +212,7 @@ LONGEST_TREE = 70
 """Most characters of a tree without ``--all``."""
 
 
-def _shape(plan: PlanByKind, template: KindTemplate | KindPath) -> tuple[object, ...]:
+def _shape(plan: PlanByKind, template: AnyTemplate) -> tuple[object, ...]:
     """Return what templates of one row have in common: share, root's server, height and the numbers of children."""
     stage = template.stages[-1]
     parents = Counter(edge.parent for edge in stage.edges)
@@ -224,9 +231,7 @@ def template_rows(plan: PlanByKind) -> list[dict[str, object]]:
     return [template_row(plan, template) for template in plan.templates]
 
 
-def template_row(
-    plan: PlanByKind, template: KindTemplate | KindPath, *, longest: int | None = None
-) -> dict[str, object]:
+def template_row(plan: PlanByKind, template: AnyTemplate, *, longest: int | None = None) -> dict[str, object]:
     """Return one template: its images, the share and GB/s of each, root, height and edges on the sample's servers."""
     images = plan.images(template)
     stage = template.stages[-1]
@@ -235,7 +240,7 @@ def template_row(
         "share each": str(images.share_each),
         "GB/s": float(images.share_each) * plan.rate,
         "root": plan.fabric.ranks[stage.root],
-        "height": stage.height,
+        "height": plan.template_height(template),
         "tree": bracket_notation(plan.fabric.ranks, stage, longest=longest),
     }
 

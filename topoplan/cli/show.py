@@ -254,7 +254,10 @@ def _shown_by_kind(cluster: ClusterByKind) -> Answer:
     for kind, count in cluster.runs:
         kinds.setdefault(cluster.kinds[kind], []).extend(f"s{server + i}" for i in range(count))
         server += count
-    few = representative_servers(merged(cluster.sample(1).topology))
+    # The cables of a torus lead to equal servers.
+    in_torus = cluster.network.kind == "torus"
+    sampled = cluster.joined([0], [1]) if in_torus else cluster.sample(1).topology
+    few = representative_servers(merged(sampled))
     notes = cluster.notes
 
     def number(of: str) -> int:
@@ -272,13 +275,15 @@ def _shown_by_kind(cluster: ClusterByKind) -> Answer:
         ]
         yield printable(f"{cluster.name}: {', '.join(parts)}")
         yield _server_line([*kinds.values()])
-        stated = asdict(cluster.network)
+        stated = {
+            name: ",".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}"
+            for name, value in asdict(cluster.network).items()
+            if value and name != "kind"
+        }
         yield from labelled(
             (
                 "network",
-                ", ".join(
-                    [stated.pop("kind"), *(f"{n.replace('_', ' ')} {v:g}" for n, v in stated.items() if v)]
-                ),
+                ", ".join([cluster.network.kind, *(f"{n.replace('_', ' ')} {v}" for n, v in stated.items())]),
             )
         )
         yield from _devices(few, DEFAULT_LINES - 5 - min(5, len(notes)))

@@ -250,6 +250,8 @@ def large_cluster(options: argparse.Namespace, listed_only: Sequence[str]) -> Cl
         return None
     if not of_machine and (not isinstance(options.topo, str) or options.topo in library()):
         return None
+    if not of_machine and is_torus_name(options):
+        return None
     return read_large(options, read_topology(options) if of_machine else None)
 
 
@@ -303,6 +305,11 @@ def _size_of_cluster(options: argparse.Namespace, topology: Topology | None = No
         return "", 0
     cluster = load_cluster_by_kind(options.topo)
     return ("", 0) if cluster is None else (cluster.name, cluster.size)
+
+
+def is_torus_name(options: argparse.Namespace) -> bool:
+    """Return whether TOPO is a name such as torus:100,100."""
+    return isinstance(options.topo, str) and options.topo.startswith("torus:")
 
 
 def server_number(cluster: ClusterByKind, name: str, option: str) -> int:

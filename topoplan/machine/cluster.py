@@ -43,6 +43,8 @@ def cluster(
     pod_oversubscription: float | None = None,
     group_size: int | None = None,
     global_gbps: float | None = None,
+    sides: Sequence[int] | None = None,
+    dimension_nics: Sequence[int] | None = None,
     nic_access: str = "pcie",
     helpers: int | None = None,
     transport: str | None = None,
@@ -70,10 +72,12 @@ def cluster(
         ``"mlx5_0,mlx5_1"``, or ``"^mlx5_2"`` for all others (see `topoplan.machine.nic_wiring`). None takes the
         choice of NCCL, the nearest of each GPU, or one if the machine has none.
     network : str or SwitchTree
-        ``switch``, ``rail-optimised``, ``fat-tree`` or ``dragonfly`` (see `topoplan.machine.cluster_network`),
-        ``cables`` (see `topoplan.machine.cables`), or a tree of named switches.
+        ``switch``, ``rail-optimised``, ``fat-tree``, ``dragonfly`` or ``torus`` (see
+        `topoplan.machine.cluster_network`), ``cables`` (see `topoplan.machine.cables`), or a tree of named switches.
     rails, oversubscription, leaf_size, pod_size, pod_oversubscription, group_size, global_gbps : number or None
         For the network kinds that have them (see `ClusterNetwork`).
+    sides, dimension_nics : sequence of int or None
+        For a torus: servers in each dimension, and NICs of a server ahead, and as many back, in each dimension.
     nic_access : str
         ``pcie``: NICs serve the nearest GPUs, as fast as PCIe allows. ``direct``: every NIC serves all GPUs of its
         server, and its rate alone limits, which is the projection of Blink's figure 19b.
@@ -137,7 +141,7 @@ def cluster(
         raise UsageError("a cluster needs at least one server")
     name = name or _name(servers)
     plugged = None
-    deeper = (pod_size, pod_oversubscription, group_size, global_gbps)
+    deeper = (pod_size, pod_oversubscription, group_size, global_gbps, sides, dimension_nics)
     carrier = transport_of(transport, memory_gbps)
     if network == "cables":
         for key, value in (
@@ -295,14 +299,17 @@ def _network(
     pod_oversubscription: float | None,
     group_size: int | None,
     global_gbps: float | None,
+    sides: Sequence[int] | None,
+    dimension_nics: Sequence[int] | None,
 ) -> ClusterNetwork | SwitchTree:
+    shape = [None if one is None else tuple(one) for one in (sides, dimension_nics)]
     deeper = (leaf_size, pod_size, pod_oversubscription, group_size, global_gbps)
     if isinstance(network, str):
-        return ClusterNetwork(network, rails, oversubscription, *deeper)
-    if any(one is not None for one in (rails, *deeper)):
+        return ClusterNetwork(network, rails, oversubscription, *deeper, *shape)
+    if any(one is not None for one in (rails, *deeper, *shape)):
         raise UsageError(
-            "rails, leaf_size, pod_size, pod_oversubscription, group_size and global_gbps do not go with a tree of "
-            "named switches; leave them out"
+            "rails, leaf_size, pod_size, pod_oversubscription, group_size, global_gbps, sides and dimension_nics do "
+            "not go with a tree of named switches; leave them out"
         )
     return network if oversubscription is None else replace(network, oversubscription=oversubscription)
 
@@ -393,6 +400,8 @@ def cluster_by_kind(
     pod_oversubscription: float | None = None,
     group_size: int | None = None,
     global_gbps: float | None = None,
+    sides: Sequence[int] | None = None,
+    dimension_nics: Sequence[int] | None = None,
     nic_access: str = "pcie",
     transport: str | None = None,
     memory_gbps: float | None = None,
@@ -406,7 +415,7 @@ def cluster_by_kind(
     servers : sequence of Server
         As for `cluster`, without names.
     nic_gbps, nics, network, rails, oversubscription, leaf_size, pod_size, pod_oversubscription, group_size,
-    global_gbps, nic_access, transport, memory_gbps, flow_gbps, name
+    global_gbps, sides, dimension_nics, nic_access, transport, memory_gbps, flow_gbps, name
         As for `cluster`; ``network`` is one of its kinds. A cluster by kind has no helpers.
 
     Returns
@@ -430,9 +439,9 @@ def cluster_by_kind(
     >>> many.servers, many.size, len(many.cells)
     (12500, 100000, 1)
     """
-    joined = ClusterNetwork(
-        network, rails, oversubscription, leaf_size, pod_size, pod_oversubscription, group_size, global_gbps
-    )
+    deeper = (pod_size, pod_oversubscription, group_size, global_gbps, sides, dimension_nics)
+    joined = _network(network, rails, oversubscription, leaf_size, *deeper)
+    assert isinstance(joined, ClusterNetwork), "the network of a cluster by kind has a name"
     made = _wire(
         servers,
         nic_gbps=nic_gbps,

@@ -12,7 +12,8 @@ not with the servers.
 those of the whole. Routes between two servers pass network switches only, so distances and routes in the sample are
 those of the cluster: they depend on whether two servers share the pod, the leaf and the cell. Three groups of a class
 are enough for that in a dragonfly too: a shortest route passes at most one third group of each class, and none of the
-classes of its ends.
+classes of its ends. In a torus every route joins two GPUs of one server, or of two neighbours, and a translation maps
+it to one of server 0.
 
 Faults make a server a kind of its own (`topoplan.machine.faults_by_kind`), and a leaf with a slow uplink a class of its
 own. A server that has lost all GPUs keeps its number, and is in no cell.
@@ -23,11 +24,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, cast
 
 from topoplan.errors import UsageError
-from topoplan.machine.cluster_network import ClusterNetwork, join_servers
+from topoplan.machine.cluster_network import ClusterNetwork, check_torus_size, join_servers
 from topoplan.machine.half_duplex import split
 from topoplan.machine.nic_wiring import NicPort, WiredServer
 from topoplan.machine.topology import Device, Link, Topology, check_memory
@@ -107,6 +108,8 @@ class ClusterByKind:
             )
         if not self.size:
             raise UsageError(f"all GPUs of {self.name} are taken out; leave one")
+        if self.network.kind == "torus":
+            check_torus_size(self.network, self.servers)
         if self.network.group_size:
             # A group without GPUs would be a class without cells, through which routes may pass.
             bare = (not any(self.gpus_of_kind[kind] for kind, _ in runs) for runs in self.leaves)
@@ -305,10 +308,16 @@ class ClusterByKind:
     def rotations(self) -> tuple[Callable[[str], str], ...] | None:
         """Return permutations of device names that generate all equivalences of servers of one cell.
 
-        They rotate the leaves, and the servers of all leaves at once. None for a cluster of more cells, with
-        servers that have lost all GPUs, with uplinks of their own rate, or with pods.
+        They rotate the leaves, and the servers of all leaves at once; a torus they move by one server in each
+        dimension. None for a cluster of more cells, with servers that have lost all GPUs, with uplinks of their own
+        rate, or with pods.
         """
         cell = self.cells[0]
+        if self.network.kind == "torus":
+            torus = self.network.torus
+            return tuple(
+                partial(self._translated, torus.offset(one)) for one in torus.directions if one.step > 0
+            )
         if cell.servers != self.servers or self.uplinks or self.network.pod_size:
             return None
 
@@ -319,6 +328,11 @@ class ClusterByKind:
             return self._moved(name, 0, 1)
 
         return (*((leaves,) if cell.leaves > 1 else ()), *((positions,) if cell.count > 1 else ()))
+
+    def _translated(self, offset: tuple[int, ...], name: str) -> str:
+        """Return a device's name on the server at an offset in a torus."""
+        head, _, tail = name.partition(".")
+        return f"s{self.network.torus.moved(int(head[1:]), offset)}.{tail}"
 
     def _moved(self, name: str, servers: int, positions: int) -> str:
         """Return a device's name on the server that is so many servers, and positions in its leaf, ahead."""
@@ -337,8 +351,12 @@ class ClusterByKind:
 
         A class of several pods has at most ``most`` of them. In a tree of three levels, pods and leaves after
         the first one have one leaf and server fewer, but two or more, since the first has room for all roles in one
-        pod or leaf.
+        pod or leaf. Of a torus, whose servers are equal, it is server 0 and its neighbours.
         """
+        if self.network.kind == "torus":
+            near = self.network.torus.neighbours()
+            topology = split(self.joined(near, [1] * len(near)))
+            return ClusterSample(self, topology, tuple(map(self.place, near)), tuple(near))
         chosen: dict[int, ServerPlace] = {}
         weights: dict[int, int] = {}
         for number, cell in enumerate(self.cells):
@@ -541,8 +559,15 @@ class ClusterSample:
         }
 
     def class_keys(self, links: Sequence[Link]) -> list[tuple[object, ...]]:
-        """Return the equivalence class of each link: those of its ends, and its channel."""
-        return [(self.class_of[link.src], self.class_of[link.dst], link.channel) for link in links]
+        """Return the equivalence class of each link: those of its ends, its channel, and in a torus its offset."""
+        keys: list[tuple[object, ...]] = [
+            (self.class_of[link.src], self.class_of[link.dst], link.channel) for link in links
+        ]
+        if self.cluster.network.kind != "torus":
+            return keys
+        torus = self.cluster.network.torus
+        ends = [[self.numbers[self.server_of(end)] for end in (link.src, link.dst)] for link in links]
+        return [(*key, torus.between(*pair)) for key, pair in zip(keys, ends, strict=True)]
 
     def link_classes(self, links: Sequence[Link]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the equivalence class of each link, from 0, and how many links of each class the cluster has."""

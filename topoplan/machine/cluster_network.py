@@ -5,6 +5,7 @@
   rails if an oversubscription is given; else they are not joined.
 - ``fat-tree``: the NICs of several servers on each switch ``leaf<i>``, and the leaves on a spine.
 - ``dragonfly``: the NICs of several servers on each switch ``group<i>``, and a link between every two groups.
+- ``torus``: the NICs cabled to those of the next servers in each dimension (`topoplan.machine.torus`), no switches.
 - a `SwitchTree`: named servers on named switches, and these on others.
 
 One device ``spine0`` stands for all spine switches, and one ``group<i>`` for all switches of a group, whose links are
@@ -34,6 +35,7 @@ from topoplan.machine.topology import (
     format_value,
     is_number,
 )
+from topoplan.machine.torus import MOST_DIMENSIONS, Torus, join_torus
 from topoplan.units import exact, gigabytes_from_gigabits, nearest_float
 
 MOST_NICS = 1024
@@ -155,7 +157,7 @@ def stated_gigabits(machine: Topology) -> float:
     raise UsageError("nic_gbps is not given: say how many Gb/s each NIC has, for example 100")
 
 
-NETWORKS = ("switch", "rail-optimised", "fat-tree", "dragonfly")
+NETWORKS = ("switch", "rail-optimised", "fat-tree", "dragonfly", "torus")
 
 SPINE = "spine0"
 
@@ -171,6 +173,8 @@ _BELONGS = {
     "pod_oversubscription": ("fat-tree",),
     "group_size": ("dragonfly",),
     "global_gbps": ("dragonfly",),
+    "sides": ("torus",),
+    "dimension_nics": ("torus",),
 }
 
 
@@ -183,7 +187,9 @@ class ClusterNetwork:
     leaf of a fat tree. ``pod_size`` is the leaves in each pod of a fat tree of three levels, whose leaves are joined by
     a switch ``pod<i>``, and the pods by ``core0``; ``pod_oversubscription`` is downlinks over uplinks of a pod, 1 if
     None. ``group_size`` is the servers in each group of a dragonfly, and ``global_gbps`` the Gb/s each way between any
-    two groups. UsageError if the kind is unknown, or a field is missing, out of range or of another kind.
+    two groups. ``sides`` are the servers in each dimension of a torus (`topoplan.machine.torus`), and
+    ``dimension_nics`` the NICs of a server ahead, and as many back, in each; None deals out all NICs evenly.
+    UsageError if the kind is unknown, or a field is missing, out of range or of another kind.
     """
 
     kind: str = "switch"
@@ -194,6 +200,8 @@ class ClusterNetwork:
     pod_oversubscription: float | None = None
     group_size: int | None = None
     global_gbps: float | None = None
+    sides: tuple[int, ...] | None = None
+    dimension_nics: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.kind == "cables":
@@ -230,6 +238,33 @@ class ClusterNetwork:
             )
         if self.global_gbps is not None:
             nic_rate(self.global_gbps, "global_gbps")
+        if self.kind == "torus":
+            self._check_torus()
+
+    def _check_torus(self) -> None:
+        sides, nics = self.sides, self.dimension_nics
+        if not sides:
+            raise UsageError("a torus needs sides (--sides), the number of servers in each dimension")
+        if len(sides) > MOST_DIMENSIONS:
+            raise UsageError(
+                f"a torus must have at most {MOST_DIMENSIONS} dimensions, got {len(sides)}; give fewer sides"
+            )
+        for side in sides:
+            check_count("sides", side)
+            if side < 2:
+                raise UsageError(f"sides must be 2 or more, got {side}; leave out a dimension of one server")
+        for one in nics or ():
+            check_count("dimension_nics", one, most=MOST_NICS)
+        if nics is not None and len(nics) != len(sides):
+            raise UsageError(
+                f"dimension_nics must have a number for each of {len(sides)} dimensions, got {len(nics)}; give as many"
+            )
+
+    @property
+    def torus(self) -> Torus:
+        """The servers of a torus by their coordinates."""
+        assert self.sides is not None, "a torus has them"
+        return Torus(self.sides)
 
     @property
     def leaf(self) -> str:
@@ -286,6 +321,12 @@ def join_servers(
     """
     if isinstance(network, SwitchTree):
         return _join_tree(network, servers, latency)
+    if network.kind == "torus":
+        check_torus_size(network, len(servers) if numbers is None else None)
+        assert network.sides is not None, "a torus has them"
+        at = range(len(servers)) if numbers is None else numbers
+        shape = network.sides, network.dimension_nics
+        return [], join_torus(*shape, servers, nics=nics, latency=latency, numbers=at)
     most = max(nics, *(port.number + 1 for _, ports in servers for port in ports))
     rails = network.rails or most
     if rails > most:
@@ -319,6 +360,16 @@ def join_servers(
     else:
         _check_reach([name for name, _ in servers], homes)
     return [Device(switch, "switch") for switch in switches], links
+
+
+def check_torus_size(network: ClusterNetwork, servers: int | None) -> None:
+    """Raise UsageError if a torus has not as many servers as its sides say."""
+    if servers is not None and servers != network.torus.servers:
+        sides = ",".join(map(str, network.sides or ()))
+        raise UsageError(
+            f"a torus of sides {sides} must have {network.torus.servers:,} servers, got {servers:,}; give as many, "
+            "without helpers"
+        )
 
 
 def _plugged(

@@ -43,8 +43,12 @@ class NamedServers:
 def named_servers(cluster: ClusterByKind, names: Iterable[str], ranks: Iterable[int] = ()) -> NamedServers:
     """Return the servers that ranks and names of devices or links mean, joined by the network.
 
-    UsageError for a server or a rank that does not exist.
+    UsageError for a server or a rank that does not exist, and for a torus.
     """
+    if cluster.network.kind == "torus":
+        raise UsageError(
+            "faults of a torus of servers need the list of its GPUs; plan the listed cluster (--listed)"
+        )
     found = [(name, int(server)) for name in names for server in _SERVER.findall(name)]
     for name, server in found:
         if server >= cluster.servers:

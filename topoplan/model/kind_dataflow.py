@@ -41,7 +41,7 @@ from topoplan.plans.kind_templates import (
     represented,
     third_groups,
 )
-from topoplan.plans.plan_by_kind import PlanByKind
+from topoplan.plans.plan_by_kind import AnyTemplate, PlanByKind
 from topoplan.plans.shards import Shard, Stage
 
 
@@ -132,7 +132,14 @@ MOST_TREES = 10_000_000
 
 
 def kind_dataflow(plan: PlanByKind) -> tuple[Dataflow, Starters]:
-    """Return the hops of a plan by kind on its sample, and the copies that the routes of the whole cluster start."""
+    """Return the hops of a plan by kind on its sample, and the copies that the routes of the whole cluster start.
+
+    UsageError for a torus, whose servers forward one after another.
+    """
+    if plan.cluster.network.kind == "torus":
+        raise UsageError(
+            "times of a torus of servers need the list of its GPUs; plan the listed cluster (--listed)"
+        )
     sample, fabric = plan.sample, plan.fabric
     stands = [_stands(plan, template) for template in plan.templates]
     home = sample.servers_of(fabric.ranks)
@@ -150,7 +157,7 @@ def kind_dataflow(plan: PlanByKind) -> tuple[Dataflow, Starters]:
     return flow, _starters(plan, flow, stands, home)
 
 
-def _stands(plan: PlanByKind, template: KindTemplate | KindPath) -> dict[int, int]:
+def _stands(plan: PlanByKind, template: AnyTemplate) -> dict[int, int]:
     """Return how many servers each server of the sample stands for in one image: one each in a path."""
     if isinstance(template, KindPath):
         return dict.fromkeys(range(len(plan.sample.places)), 1)
@@ -179,6 +186,7 @@ def _starters(
             groups = [sample.groups[name] for name in third_groups(sample, _route(fabric, hop))]
             alike.setdefault(pattern, []).append((number, copies / placings(sample, (parent, child), groups)))
         else:
+            assert isinstance(template, KindTemplate), "a torus is refused above"
             marked = (template.root, template.centre, template.entries, template.shifts)
             passed = sorted(third_groups(sample, _route(fabric, hop)).values())
             thirds = tuple(turns[hop.shard][leaf_class] for leaf_class in passed)

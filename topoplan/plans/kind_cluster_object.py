@@ -33,6 +33,8 @@ def cluster_object(cluster: ClusterByKind) -> dict[str, object]:
         "pod_oversubscription": pod_ratio,
         "group_size": network.group_size,
         "global_gbps": None if network.global_gbps is None else float(network.global_gbps),
+        "sides": None if network.sides is None else list(network.sides),
+        "dimension_nics": None if network.dimension_nics is None else list(network.dimension_nics),
     }
     return {
         "name": cluster.name,
@@ -110,12 +112,17 @@ def cluster_from_object(item: object) -> ClusterByKind:
         network = read_object(value.get("network"), "cluster: network")
         counts = ("rails", "leaf_size", "pod_size", "group_size")
         ratios = ("oversubscription", "pod_oversubscription", "global_gbps")
-        check_known(network, ("kind", *counts, *ratios, "uplinks"), "cluster: network")
+        lists = ("sides", "dimension_nics")
+        check_known(network, ("kind", *counts, *ratios, *lists, "uplinks"), "cluster: network")
         stated: dict[str, Any] = {
             key: (read_whole if key in counts else read_number)(network[key], f"cluster: {key}")
             for key in (*counts, *ratios)
             if network.get(key) is not None
         }
+        for key in lists:
+            if network.get(key) is not None:
+                rows = read_list(network[key], f"cluster: {key}")
+                stated[key] = tuple(read_whole(one, f"cluster: {key}") for one in rows)
         latency = value.get("latency")
         return ClusterByKind(
             name=read_text(value.get("name"), "cluster: name"),

@@ -51,6 +51,7 @@ from topoplan.machine.cluster_by_kind import Cell, ClusterByKind, ClusterSample
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.loads import edge_links
 from topoplan.plans.shards import Edge, Stage
+from topoplan.plans.torus_templates import TorusTemplate, represented_in_torus
 
 SAMPLE = 3
 """Leaves of a class, and servers of a cell in a leaf, in the sample: root, centre, and one that stands for others."""
@@ -166,11 +167,13 @@ def leaf_groups(sample: ClusterSample, template: KindTemplate) -> LeafGroups:
     return LeafGroups(sample, template.root, template.centre, template.pod_entries)
 
 
-def represented(sample: ClusterSample, template: KindTemplate) -> dict[int, int]:
+def represented(sample: ClusterSample, template: KindTemplate | TorusTemplate) -> dict[int, int]:
     """Return how many servers each server of the sample stands for in the trees of a template.
 
     Servers of the sample that the trees need not reach are left out.
     """
+    if isinstance(template, TorusTemplate):
+        return represented_in_torus(sample, template.arms)
     cells, places = sample.cluster.cells, sample.places
     groups = leaf_groups(sample, template)
     found: dict[int, int] = {}
@@ -321,7 +324,7 @@ class ClassCrossings:
     def _home(self) -> list[int]:
         return self.sample.servers_of(self.fabric.ranks)
 
-    def of(self, template: KindTemplate) -> dict[int, int]:
+    def of(self, template: KindTemplate | TorusTemplate) -> dict[int, int]:
         """Return how often one byte of a template crosses each class, all links of the class together.
 
         PlanError if the template reaches a server that stands for none.

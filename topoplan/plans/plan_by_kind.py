@@ -41,6 +41,7 @@ from topoplan.plans.kind_images import TemplateImages
 from topoplan.plans.kind_templates import ClassCrossings, KindTemplate, share_units, template_sample
 from topoplan.plans.plan import ALL_TO_ALL, PLAN_FORMAT_2, Plan, collective_name
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage, path_ends
+from topoplan.plans.torus_templates import TorusImages, TorusTemplate, arms_from_object, arms_object
 from topoplan.units import bus_factor, counted, labelled, nearest_float, rate_words
 
 BY_KIND = "by-kind"
@@ -49,7 +50,10 @@ BY_KIND = "by-kind"
 MOST_LISTED_EDGES = 4_000_000
 """Edges of trees or paths up to which a plan by kind is listed: some gigabytes."""
 
-Templates = tuple[KindTemplate | KindPath, ...]
+AnyTemplate = KindTemplate | KindPath | TorusTemplate
+"""A template of trees, in a torus or another network, or a path."""
+
+Templates = tuple[AnyTemplate, ...]
 """Templates of trees, or all paths of an all-to-all."""
 
 MOST_LISTED_GPUS = 16_384
@@ -156,7 +160,13 @@ class PlanByKind:
     @property
     def height(self) -> int:
         """Edges on the longest root-to-leaf path of any tree."""
-        return max(stage.height for template in self.templates for stage in template.stages)
+        return max(self.template_height(template) for template in self.templates)
+
+    def template_height(self, template: AnyTemplate) -> int:
+        """Return the edges on the longest root-to-leaf path of an image of a template."""
+        if isinstance(template, TorusTemplate):
+            return TorusImages(self.sample, self.fabric, template).height
+        return max(stage.height for stage in template.stages)
 
     def link_loads(self) -> list[Fraction]:
         """Return the bytes that cross each link of the sample, in the whole cluster, for each byte of the buffer."""
@@ -177,7 +187,7 @@ class PlanByKind:
 
     def _loads(self, classes: Sequence[int]) -> Iterator[tuple[int, Fraction]]:
         """Yield loads of links by their classes, all links of a class together: bytes for each byte of the buffer."""
-        trees = [template for template in self.templates if isinstance(template, KindTemplate)]
+        trees = [template for template in self.templates if not isinstance(template, KindPath)]
         unit, shares = share_units(trees)
         crossings = ClassCrossings(self.sample, self.fabric, classes)
         totals: dict[int, int] = {}
@@ -232,7 +242,10 @@ class PlanByKind:
         """
         of_paths = self.collective == ALL_TO_ALL
         images = [self.images(template) for template in self.templates]
-        symmetric = all(isinstance(one, KindTemplate) and one.shifts == 1 for one in self.templates)
+        symmetric = all(
+            isinstance(one, TorusTemplate) or (isinstance(one, KindTemplate) and one.shifts == 1)
+            for one in self.templates
+        )
         rotations = self.cluster.rotations() if symmetric else None
         listed = [one.count if rotations is None else 1 for one in images]
         edges = sum(count * one.edges for count, one in zip(listed, images, strict=True))
@@ -325,7 +338,7 @@ class PlanByKind:
             "templates": [self._template_object(template) for template in self.templates],
         }
 
-    def _template_object(self, template: KindTemplate | KindPath) -> dict[str, object]:
+    def _template_object(self, template: AnyTemplate) -> dict[str, object]:
         def server(number: int) -> str:
             return f"s{self.sample.numbers[number]}"
 
@@ -335,6 +348,11 @@ class PlanByKind:
         if isinstance(template, KindPath):
             return {"share": str(template.share), "edges": edges(template.stages[0])}
         ranks = self.fabric.ranks
+        stages = [
+            {"op": stage.op, "root": ranks[stage.root], "edges": edges(stage)} for stage in template.stages
+        ]
+        if isinstance(template, TorusTemplate):
+            return {"share": str(template.share), "arms": arms_object(template.arms), "stages": stages}
         return {
             "share": str(template.share),
             "root": server(template.root),
@@ -344,10 +362,7 @@ class PlanByKind:
                 {"pod_entries": [server(one) for one in template.pod_entries]} if template.pod_entries else {}
             ),
             "shifts": template.shifts,
-            "stages": [
-                {"op": stage.op, "root": ranks[stage.root], "edges": edges(stage)}
-                for stage in template.stages
-            ],
+            "stages": stages,
         }
 
     @classmethod
@@ -420,9 +435,11 @@ class PlanByKind:
         stage = Stage("broadcast", edges[0].parent, edges)
         return KindPath(read_fraction(value.get("share"), f"{where}: share"), (stage,))
 
-    def _read_template(self, item: object, where: str) -> KindTemplate:
+    def _read_template(self, item: object, where: str) -> KindTemplate | TorusTemplate:
         value = read_object(item, where)
-        check_known(value, ("share", "root", "centre", "entries", "pod_entries", "shifts", "stages"), where)
+        network = self.cluster.network
+        placed = ("root", "centre", "entries", "pod_entries", "shifts")
+        check_known(value, ("share", *(("arms",) if network.kind == "torus" else placed), "stages"), where)
         servers = {f"s{number}": place for place, number in enumerate(self.sample.numbers)}
 
         def server(name: object, key: str) -> int:
@@ -444,6 +461,9 @@ class PlanByKind:
             stages.append(Stage(read_text(stage.get("op"), f"{where}: op"), root, edges))
         if not stages:
             raise PlanError(f"{where} has no stage")
+        if network.kind == "torus":
+            arms = arms_from_object(value.get("arms"), network.torus, where)
+            return TorusTemplate(read_fraction(value.get("share"), f"{where}: share"), arms, tuple(stages))
         shifts = read_whole(value.get("shifts"), f"{where}: shifts")
         if shifts < 1:
             raise PlanError(f"{where}: shifts must be 1 or more, got {shifts}")
@@ -474,8 +494,10 @@ class PlanByKind:
     def __str__(self) -> str:
         return self.summary()
 
-    def images(self, template: KindTemplate | KindPath) -> TemplateImages | PathImages:
+    def images(self, template: AnyTemplate) -> TemplateImages | PathImages | TorusImages:
         """Return the trees or paths that follow from a template, as shards of the whole cluster made on request."""
+        if isinstance(template, TorusTemplate):
+            return TorusImages(self.sample, self.fabric, template)
         if isinstance(template, KindPath):
             return PathImages(self.sample, self.fabric, template)
         return TemplateImages(self.sample, self.fabric, template)

@@ -9,6 +9,9 @@ a tree over all ranks. Roles must fall on all servers of a cell equally often; t
 which is counted here by groups. In a dragonfly the centre, and the third groups that routes pass, must also be in every
 group of their class equally often for each group of the root, so that all links between two classes carry the same.
 
+The templates of a torus are moved to every server. Its images are trees over all ranks if their arms reach every server
+once, and each server of the sample has its data from itself or from server 0.
+
 The templates of an all-to-all are paths, whose images are orbits (`topoplan.plans.kind_exchange`). The edges must be a
 path, and the paths of every commodity must add up to a block.
 """
@@ -24,12 +27,14 @@ from math import gcd, perm, prod
 from topoplan.errors import PlanError
 from topoplan.machine.cluster_by_kind import ClusterSample
 from topoplan.plans.build import stage_order
+from topoplan.plans.certificates.kind_lengths import IN_TORUS
 from topoplan.plans.kind_exchange import KindPath
 from topoplan.plans.kind_templates import KindTemplate, represented, share_units
 from topoplan.plans.loads import edge_links
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, ROOTED
 from topoplan.plans.plan_by_kind import NOT_BY_KIND, PlanByKind
 from topoplan.plans.shards import Edge, Stage
+from topoplan.plans.torus_templates import TorusTemplate
 from topoplan.plans.verify import Verification, check_claim
 from topoplan.units import nearest_float, shown
 
@@ -65,14 +70,21 @@ def verify_by_kind(plan: PlanByKind) -> Verification:
                     for place in edge_links(edge, "broadcast", plan.fabric):
                         crossed[classes[place]] += template.share * pairs
                 continue
-            groups = _Groups(plan.sample, template)
-            groups.check_roles()
-            trees += groups.images()
+            groups = None if isinstance(template, TorusTemplate) else _Groups(plan.sample, template)
+            entered = _entered(plan, template) if isinstance(template, TorusTemplate) else {}
+            if groups is not None:
+                groups.check_roles()
+            trees += plan.cluster.servers if groups is None else groups.images()
             passed: set[Leaf] = set()
             for stage in template.stages:
-                reached = _check_stage(plan, groups, stage)
+                if groups is None:
+                    _check_moved(plan, entered, stage)
+                    stands = {rank: entered[one] for rank, one in enumerate(home) if one in entered}
+                else:
+                    reached = _check_stage(plan, groups, stage)
+                    stands = {rank: groups.sizes[group] for rank, group in reached.items()}
                 for edge in stage.edges:
-                    times = shares[number] * groups.sizes[reached[edge.child]]
+                    times = shares[number] * stands[edge.child]
                     # Templates have most edges in common.
                     if (stage.op, edge) not in links:
                         beyond[edge] = _third_leaves(plan, edge, _servers_of(plan, [edge]))
@@ -81,7 +93,7 @@ def verify_by_kind(plan: PlanByKind) -> Verification:
                     passed |= beyond[edge]
                     for place in links[stage.op, edge]:
                         crossings[classes[place]] += times
-            if passed:
+            if passed and groups is not None:
                 groups.check_turns({leaf_class for leaf_class, _ in passed})
         except PlanError as error:
             raise error.under(f"template {number}") from None
@@ -127,12 +139,21 @@ def _check_header(plan: PlanByKind) -> None:
         cluster = plan.cluster
         if cluster.cells[cluster.place(cluster.server_of(plan.root)[0]).cell].servers != 1:
             raise PlanError(f"the server of root {plan.root} must be a kind of its own")
+    if plan.cluster.network.kind == "torus":
+        if plan.collective not in IN_TORUS:
+            raise PlanError(
+                f"a plan of a torus by kind must be of {', '.join(IN_TORUS)}, got {plan.collective}"
+            )
+        if plan.cluster.cells[0].servers != plan.cluster.servers:
+            raise PlanError("the servers of a torus must be equal in a plan by kind")
     if plan.unsupported:
         raise PlanError(NOT_BY_KIND)
     if plan.fabric.unreachable(plan.collective, plan.sample_root):
         raise PlanError(f"the ranks are not connected over {', '.join(plan.channels)}")
     order = stage_order(plan.collective)
     for number, template in enumerate(plan.templates):
+        if isinstance(template, TorusTemplate) != (plan.cluster.network.kind == "torus"):
+            raise PlanError(f"template {number} must have arms in a torus, and nowhere else")
         if isinstance(template, KindPath) != (plan.collective == ALL_TO_ALL):
             raise PlanError(
                 f"template {number} must be a {'path' if plan.collective == ALL_TO_ALL else 'tree'}"
@@ -170,6 +191,59 @@ def _check_shares(plan: PlanByKind) -> None:
                 raise PlanError(
                     f"blocks of GPU {gpu} of cell {number} have a share of {shown(part)}, not {due}"
                 )
+
+
+def _entered(plan: PlanByKind, template: TorusTemplate) -> dict[int, int]:
+    """Return for each server of the sample how many servers of an image in a torus are entered as it is.
+
+    A server at coordinates c from the root's is entered in the last dimension of the template's order in which c is not
+    0: ahead, if c is at most the steps ahead. PlanError unless the arms reach each server once.
+    """
+    sample, sides = plan.sample, plan.cluster.network.torus.sides
+    place = {number: server for server, number in enumerate(sample.numbers)}
+    if sorted(arm.dimension for arm in template.arms) != list(range(len(sides))):
+        raise PlanError(f"each of {len(sides)} dimensions must have one arm")
+    found = {place[0]: 1}
+    for order, arm in enumerate(template.arms):
+        side = sides[arm.dimension]
+        if min(arm.ahead, arm.back) < 0 or arm.ahead + arm.back + 1 != side:
+            raise PlanError(
+                f"steps ahead and back in dimension {arm.dimension} must be 0 or more and add up to {side - 1}, got "
+                f"{arm.ahead} and {arm.back}"
+            )
+        anywhere = prod(sides[earlier.dimension] for earlier in template.arms[:order])
+        # The number of a server one step ahead, or back, in this dimension alone.
+        one = prod(sides[arm.dimension + 1 :])
+        for steps, number in ((arm.ahead, one), (arm.back, (side - 1) * one)):
+            if steps:
+                found[place[number]] = steps * anywhere
+    return found
+
+
+def _check_moved(plan: PlanByKind, entered: dict[int, int], stage: Stage) -> None:
+    """Raise PlanError unless the images of a stage in a torus are trees over all ranks.
+
+    Each server has its data from its own GPUs, and from those of the server before it, of which the sample's is the
+    root's.
+    """
+    home, numbers = plan.sample.servers_of(plan.fabric.ranks), plan.sample.numbers
+    stage.check_ranks(plan.fabric.size)
+    if numbers[home[stage.root]] != 0:
+        raise PlanError(f"the root of the {stage.op} tree must be on s0, got s{numbers[home[stage.root]]}")
+    ranks = Counter(home[rank] for rank in stage.depths())
+    for server in sorted(ranks.keys() | entered.keys()):
+        due = home.count(server) if server in entered else 0
+        if ranks[server] != due:
+            raise PlanError(
+                f"the {stage.op} tree must reach {due} ranks of s{numbers[server]}, got {ranks[server]}"
+            )
+    for edge in stage.edges:
+        above, below = home[edge.parent], home[edge.child]
+        if above != below and numbers[above] != 0:
+            raise PlanError(
+                f"s{numbers[below]} must have its data from itself or s0, got s{numbers[above]}",
+                rank=edge.child,
+            )
 
 
 SERVER, LEAF, POD, CLUSTER = "one server", "one leaf", "two leaves of one pod", "two pods"

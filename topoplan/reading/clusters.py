@@ -31,16 +31,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from math import prod
 from typing import Any
 
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.cables import Cable
 from topoplan.machine.cluster import cluster, cluster_by_kind
-from topoplan.machine.cluster_by_kind import ClusterByKind
-from topoplan.machine.cluster_network import Server
+from topoplan.machine.cluster_by_kind import MOST_SERVERS, ClusterByKind
+from topoplan.machine.cluster_network import ClusterNetwork, Server
 from topoplan.machine.named_nodes import NodeNetwork, cluster_of_nodes
+from topoplan.machine.nic_wiring import NicPort, WiredServer
 from topoplan.machine.topology import Device, Link, Topology
 from topoplan.machine.topology_json import LIST, NUMBER, OBJECT, PRINTABLE, WHOLE, FieldType, check_keys
+from topoplan.machine.torus import MOST_DIMENSIONS
 from topoplan.reading.slurm import expand_hostlist
 from topoplan.units import parse_gpu_list
 
@@ -119,8 +122,12 @@ def _network(name: str, hosts: int, wires: Sequence[tuple[str, str, int]], gbps:
         for a, b, count in wires
         for src, dst in ((a, b), (b, a))
     ]
-    source = f"made by its parameters, {gbps:g} GB/s for each port"
-    return Topology(name, (*gpus, *(Device(one, "switch") for one in names)), tuple(links), source=source)
+    switches = (Device(one, "switch") for one in names)
+    return Topology(name, (*gpus, *switches), tuple(links), source=_source(gbps))
+
+
+def _source(gbps: float) -> str:
+    return f"made by its parameters, {gbps:g} GB/s for each port"
 
 
 _KINDS: dict[str, tuple[int | None, Callable[..., Topology]]] = {
@@ -135,6 +142,39 @@ REGULAR_NETWORK_FORMS = ("bcube:N,K", "torus:A,B,…", "fat-tree:K")
 
 def regular_network(name: str) -> Topology | None:
     """Return the network of a name with parameters; None if the name has no parameters."""
+    found = _parameters(name)
+    if found is None:
+        return None
+    kind, numbers, port = found
+    return _KINDS.get(kind, (None, torus))[1](*numbers, gbps=port)
+
+
+def torus_by_kind(name: str) -> ClusterByKind | None:
+    """Return the hosts of a torus as servers of one GPU, ``s0.gpu0`` and so on; None for another name.
+
+    The ports are those of `torus`, with the numbers of `topoplan.machine.torus`. UsageError as for `torus`, but a torus
+    may have as many hosts as a cluster by kind has servers.
+    """
+    found = _parameters(name)
+    if found is None or found[0] != "torus":
+        return None
+    _, sides, port = found
+    if min(sides) < 2 or prod(sides) > MOST_SERVERS or len(sides) > MOST_DIMENSIONS:
+        # `torus` says what is wrong, or lists more dimensions.
+        return None
+    ports = tuple(NicPort(number, "gpu0", "gpu0", port, port) for number in range(2 * len(sides)))
+    return ClusterByKind(
+        name="torus:" + ",".join(map(str, sides)),
+        kinds=(WiredServer((Device("gpu0", "gpu"),), (), len(ports), ports, ()),),
+        runs=((0, prod(sides)),),
+        network=ClusterNetwork("torus", sides=tuple(sides)),
+        nics=len(ports),
+        source=_source(port),
+    )
+
+
+def _parameters(name: str) -> tuple[str, list[int], float] | None:
+    """Return kind, numbers and GB/s of a port of a name with parameters; None if the name has no parameters."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None
@@ -144,7 +184,7 @@ def regular_network(name: str) -> Topology | None:
             f"{name[:60]} has a number of more than {LONGEST_NUMBER} digits; choose smaller numbers"
         )
     numbers = [int(number) for number in found["numbers"].split(",")]
-    wanted, make = _KINDS.get(found["kind"], (-1, torus))
+    wanted, _ = _KINDS.get(found["kind"], (-1, torus))
     if wanted is not None and wanted != len(numbers):
         raise UsageError(
             f"{name[:60]!r} is not a network; use {', '.join(REGULAR_NETWORK_FORMS)}, with @10 for ports of "
@@ -153,7 +193,7 @@ def regular_network(name: str) -> Topology | None:
     port = float(found["port"]) if found["port"] else PORT
     if not port:
         raise UsageError(f"{name[:60]}: bandwidth of a port must be above 0 GB/s, got 0; give more")
-    return make(*numbers, gbps=port)
+    return found["kind"], numbers, port
 
 
 CLUSTER_FORMAT = "topoplan.cluster/1"
@@ -195,6 +235,8 @@ _NETWORK_KEYS = {
     "pod_oversubscription": NUMBER,
     "group_size": WHOLE,
     "global_gbps": NUMBER,
+    "sides": LIST,
+    "dimension_nics": LIST,
     "nic_access": PRINTABLE,
     "helpers": WHOLE,
     "transport": PRINTABLE,

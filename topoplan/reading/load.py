@@ -408,12 +408,18 @@ def _readers(folder: str) -> tuple[LoadMachine, LoadTree]:
 
 
 def load_cluster_by_kind(source: str | os.PathLike[str]) -> ClusterByKind | None:
-    """Return the cluster of a cluster file by kinds of servers; None for others, named nodes and helpers.
+    """Return the cluster of a cluster file, or a torus, by kinds of servers; None for others, named nodes and helpers.
 
-    ``source`` is a path, or the text of a file, as for `load`. Errors are those of `load`.
+    ``source`` is a path, a name such as ``torus:100,100``, or the text of a file, as for `load`. Errors are those of
+    `load`.
     """
     from topoplan.machine.topology_json import decode_json
 
+    if isinstance(source, str) and not os.path.exists(source):
+        from topoplan.reading.clusters import torus_by_kind
+
+        if (made := torus_by_kind(source)) is not None:
+            return made
     if source == "-" or (isinstance(source, str) and source in library()):
         return None
     # A pipe is read once, by `load`.

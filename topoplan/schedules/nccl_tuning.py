@@ -225,8 +225,8 @@ SERVERS_ALIKE = 4
 def setting_by_kind(cluster: ClusterByKind) -> NcclSetting | None:
     """Return the properties of a communicator of all GPUs of a cluster, by a few of its servers.
 
-    None if its servers are of several kinds, or a leaf, pod or rail, or the link between two groups of a dragonfly,
-    carries less than its NICs. Errors as `setting_of`.
+    None if its servers are of several kinds, or cabled to one another, or a leaf, pod or rail, or the link between two
+    groups of a dragonfly, carries less than its NICs. Errors as `setting_of`.
     """
     network = cluster.network
     used = [kind for kind, count in cluster.runs if count]
@@ -235,7 +235,7 @@ def setting_by_kind(cluster: ClusterByKind) -> NcclSetting | None:
     if network.global_gbps is not None and len(cluster.leaves) > 1:
         most = max(sum(max(port.out, port.back) for port in cluster.kinds[kind].ports) for kind in kinds)
         thin = nic_rate(network.global_gbps) < most * cluster.leaf_size
-    if len(kinds) > 1 or thin or cluster.uplinks:
+    if len(kinds) > 1 or thin or cluster.uplinks or network.kind == "torus":
         return None
     few = replace(cluster, runs=((kinds.pop(), min(SERVERS_ALIKE, cluster.servers)),)).listed()
     alike = setting_of(with_all_capabilities(with_capable(few)))

@@ -58,6 +58,10 @@ def plan_survival_by_kind(
     Arguments and errors are those of `topoplan.plan_by_kind`; a failure without a plan has a reason instead. Classes
     without a plan come first, then the lowest rates.
     """
+    if cluster.network.kind == "torus":
+        raise UsageError(
+            "failures of a torus of servers need the list of its GPUs; plan the listed cluster (--listed)"
+        )
     started = time.perf_counter()
     whole = plan_by_kind(cluster, collective, root=root, channels=channels, progress=progress)
     made = [_after(whole, failure, count) for failure, count in equivalent_failures(whole)]

@@ -271,3 +271,37 @@ def test_a_cluster_file_is_refused_like_the_options(run: Run, tmp_path: Path) ->
 def test_the_topology_file_of_one_server_is_that_of_the_listed_cluster(done: Done) -> None:
     large, small = (done(f"export {LARGE.format(number)} --to nccl-topo --server s17") for number in (40, 20))
     assert large.replace("40 x", "20 x") == small
+
+
+def test_tori_are_planned_and_compared_by_kind(done: Done, told: Told, run: Run, tmp_path: Path) -> None:
+    asked = "dgx-h100 --servers 1250 --nic-bandwidth 400Gb/s --network torus --sides 25,50"
+    place = tmp_path / "plan.json"
+    said = done(f"plan {asked} --collective all_gather -o {place}")
+    # 8 NICs of 48 GB/s: 384 x 1,250 / 1,249.
+    assert "over NVLink and the network: provably optimal\nalgbw        384.307 GB/s" in said
+    assert done(f"verify {place}").startswith(
+        "valid: all_gather on 1250 x dgx-h100, 10,000 GPUs of 1,250 servers"
+    )
+    assert {row["gpu"] for row in told(f"plan {asked} --list s1249 --json")["server"]["gpus"]} == {
+        f"s1249.gpu{gpu}" for gpu in range(8)
+    }
+    assert "network      torus, sides 25,50" in done(f"show {asked}")
+    assert "not compared: its model needs a network of switches" in done(f"compare {asked}")
+    for more in ("--without-link s0.nic0-s50.nic2", "--sizes 1MB", "--survive 1", "--collective broadcast"):
+        status, _, err = run(f"plan {asked} {more}")
+        assert (status, "--listed" in err, len(err.splitlines())) == (2, True, 1)
+    for command in (f"simulate {place}", f"export {asked} --to nccl-env"):
+        status, _, err = run(command)
+        assert (status, "of a torus" in err, len(err.splitlines())) == (2, True, 1)
+
+
+@pytest.mark.thorough
+def test_a_torus_of_hosts_is_planned_by_kind_or_listed(done: Done) -> None:
+    said = done("plan torus:17,16@10 --collective all_gather")
+    assert said.startswith(
+        "all_gather on torus:17,16, 272 GPUs of 272 servers, over the network: provably optimal\n"
+    )
+    listed = done("plan torus:17,16@10 --collective all_gather --listed")
+    assert said.splitlines()[1] == listed.splitlines()[1]
+    for options in ("--listed", "--without-link gpu0-gpu1", "--collective broadcast"):
+        assert "(gpu0-271), over the network" in done(f"plan torus:17,16@10 {options}").splitlines()[0]

@@ -351,7 +351,7 @@ def test_groups_of_a_dragonfly_are_joined_pairwise() -> None:
     assert topoplan.plan(dragonfly(6), "all_gather").rate == 15.0
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", [one for one in NETWORKS if one != "torus"])
 def test_representative_servers_keep_the_way_to_the_others(network: str) -> None:
     """A broken server stands apart; a machine is its own excerpt."""
     settings: dict[str, dict[str, Any]] = {
@@ -401,7 +401,7 @@ MISFITS: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         (cluster, box(servers=[]), "at least one server"),
         (cluster, box(nics=0), "nics 0 must be a whole number from 1 to 1,024"),
         (cluster, box(nics=2000), "nics 2000"),
-        (cluster, box(network="torus"), "network 'torus' is unknown"),
+        (cluster, box(network="ring"), "network 'ring' is unknown"),
         (cluster, box(rails=2), "rails belongs to the network rail-optimised, not to switch"),
         (cluster, box(leaf_size=2, network="rail-optimised"), "leaf_size belongs to the network fat-tree"),
         (cluster, box(network="fat-tree"), "a fat tree needs leaf_size"),
@@ -512,3 +512,50 @@ def test_a_helper_has_a_nic_on_every_rail_and_is_as_fast_as_the_transport_lets_i
     quads = [Server("v100x4", count=2)]
     tree = cluster(quads, nic_gbps=80, network="fat-tree", leaf_size=1, nics=1, helpers=1)
     assert {link.dst for link in tree.links if link.src == "helper0.nic0"} == {"helper0", "leaf2"}
+
+
+def test_nics_of_a_torus_are_cabled_to_the_next_servers() -> None:
+    """NICs 0 and 1 ahead in dimension 0, 2 and 3 back; 4 ahead in dimension 1, 5 back, where both reach one server."""
+    servers = [Server("dgx-h100", count=6)]
+    network: dict[str, Any] = {"network": "torus", "sides": [3, 2], "dimension_nics": [2, 1]}
+    made = topoplan.cluster(servers, nic_gbps=400, nics=6, nic_access="direct", **network)
+    cables = {
+        (link.src.replace(".tx", ""), link.dst.replace(".rx", ""))
+        for link in made.links
+        if link.src.split(".")[0] != link.dst.split(".")[0]
+    }
+    assert {dst for src, dst in cables if src.startswith("s0.")} == {
+        *("s2.nic2", "s2.nic3", "s4.nic0", "s4.nic1"),
+        *("s1.nic5", "s1.nic4"),
+    }
+    assert len(cables) == 6 * 6
+    assert (
+        topoplan.cluster_by_kind(servers, nic_gbps=400, nics=6, nic_access="direct", **network).listed()
+        == made
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({}, r"a torus needs sides \(--sides\)"),
+        ({"sides": [4, 1]}, "sides must be 2 or more, got 1"),
+        ({"sides": [4, "a"]}, "sides 'a' must be a whole number"),
+        ({"sides": [2] * 7}, "at most 6 dimensions, got 7"),
+        ({"sides": [4], "dimension_nics": [1, 1]}, "must have a number for each of 1 dimensions, got 2"),
+        ({"sides": [4], "dimension_nics": [3]}, "dimension_nics 3 needs 6 NICs in each server, got 8"),
+        (
+            {"sides": [2, 1000, 2]},
+            "a multiple of 6 NICs in each server, got 8|must have 4,000 servers, got 4",
+        ),
+        ({"sides": [5]}, "a torus of sides 5 must have 5 servers, got 4"),
+    ],
+)
+def test_wrong_tori_are_refused(fields: dict[str, Any], match: str) -> None:
+    servers = [Server("dgx-h100", count=4)]
+    with pytest.raises(UsageError, match=match):
+        topoplan.cluster(servers, nic_gbps=400, network="torus", **fields)
+    with pytest.raises(UsageError, match=match):
+        topoplan.cluster_by_kind(servers, nic_gbps=400, network="torus", **fields).listed()
+    with pytest.raises(UsageError, match="sides belongs to the network torus, not to switch"):
+        topoplan.cluster([Server("dgx-h100", count=4)], nic_gbps=400, sides=[4])

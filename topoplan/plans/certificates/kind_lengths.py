@@ -10,7 +10,7 @@ is at least as long as the sum of z over the sets that it enters; so the tree's 
 sets without the root. Four more sets are without the root: all ranks but those of its pod, its leaf, its server, and
 but itself. The numbers are chosen greedily: first z of the GPUs, as large as the nearest other rank allows, then of the
 servers, of the leaves, of the pods, and of the four. All are equal inside a cell, and the sample has every relation of
-two ranks.
+two ranks. In a torus L is that of `topoplan.plans.certificates.torus_lengths`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from topoplan.errors import PlanError
 from topoplan.machine.cluster_by_kind import ClusterSample
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.certificates.forest_length import ArcLengths, contracted_graph, distances
+from topoplan.plans.certificates.torus_lengths import TorusRoute, torus_tree_at_least
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,8 @@ def forest_at_least(
     sample. PlanError if a rank does not reach another.
     """
     found = sample_distances(sample, fabric, lengths)
+    if sample.cluster.network.kind == "torus":
+        return _torus_forest(sample, found, collective)
     if collective == "alltoall":
         return _mean_distance(sample, found)
     cells, places = sample.cluster.cells, sample.places
@@ -174,6 +177,34 @@ def forest_at_least(
         total = sum((w * tree for w, tree in zip(weights, trees, strict=True)), Fraction(0))
         return total / sum(weights)
     return min(trees)
+
+
+def _torus_forest(sample: ClusterSample, found: SampleDistances, collective: str) -> Fraction:
+    """Return such a bound for a torus of equal servers."""
+    if collective not in IN_TORUS:
+        raise PlanError(f"bounds of a torus by kind are for {', '.join(IN_TORUS)}, got {collective}")
+    torus, home = sample.cluster.network.torus, found.server.tolist()
+    first = {server: home.index(server) for server in range(len(sample.numbers))}
+    gpus = home.count(0)
+
+    def arcs(table: NDArray[Any]) -> list[TorusRoute]:
+        return [
+            TorusRoute(u, v - first[home[v]], torus.between(0, sample.numbers[home[v]]), int(table[u, v]))
+            for u in range(gpus)
+            for v in range(len(home))
+            if u != v and table[u, v] >= 0
+        ]
+
+    trees = [0] * gpus
+    for table, users in ((found.table, "allgather"), (found.table.T, "reduce_scatter")):
+        if collective in (users, "allreduce"):
+            more = torus_tree_at_least(torus, gpus, arcs(table))
+            trees = [known + length for known, length in zip(trees, more, strict=True)]
+    return Fraction(min(trees)) if collective == "allreduce" else Fraction(sum(trees), gpus)
+
+
+IN_TORUS = ("allreduce", "allgather", "reduce_scatter")
+"""Collectives that are planned by kind on a torus of servers."""
 
 
 def _first_of_cells(sample: ClusterSample, found: SampleDistances) -> list[int]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -20,27 +19,21 @@ from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.fabric import Arc
 from topoplan.plans.build import stage_order
-from topoplan.plans.kind_templates import ClassCrossings, KindTemplate, shifts_with_groups
+from topoplan.plans.kind_templates import ClassCrossings, shifts_with_groups
 from topoplan.plans.minimum_trees import UNREACHABLE
 from topoplan.plans.plan import ALL_TO_ALL, check_collective, root_rank
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import Edge, Stage
 from topoplan.solve.packing.composition import ServerTrees, server_trees
 from topoplan.solve.packing.kind_all_to_all import KindExchange
-from topoplan.solve.packing.kind_program import KindColumn, KindProgram, Proof, Solution
+from topoplan.solve.packing.kind_program import Proof, Solution, TemplateColumn, TreeProgram
 from topoplan.solve.packing.kind_routes import KindRoutes, RouteParts
 from topoplan.solve.packing.kind_stars import KindStars, Star, StarCosts
 from topoplan.solve.packing.packing_program import rounded_lengths
+from topoplan.solve.packing.torus_packing import TorusPacking, check_torus
 
 
-@dataclass(frozen=True, slots=True)
-class _TemplateColumn(KindColumn):
-    """A template of share 1, ordered by its rank."""
-
-    template: KindTemplate
-
-
-class KindPacking(KindProgram[_TemplateColumn]):
+class KindPacking(TreeProgram):
     """Column generation of trees; the height is that of trees inside servers."""
 
     @cached_property
@@ -62,7 +55,7 @@ class KindPacking(KindProgram[_TemplateColumn]):
     def best_plan(self, root: int | None) -> PlanByKind:
         """Return the plan of the best rate; if trees with as many images as servers reach it, one of these."""
         self.stars.most_images = self.sample.cluster.servers
-        few: tuple[Solution[_TemplateColumn], Proof] | None = None
+        few: tuple[Solution[TemplateColumn], Proof] | None = None
         with suppress(InfeasibleError):
             few = self.best(root)
         if few is not None and (few[0].rate == few[1].bound or not self.stars.left_out):
@@ -72,26 +65,7 @@ class KindPacking(KindProgram[_TemplateColumn]):
         best = few[0] if few is not None and few[0].rate >= more.rate else more
         return proof.bare.with_templates(self.templates(best))
 
-    def templates(self, solution: Solution[_TemplateColumn]) -> tuple[KindTemplate, ...]:
-        totals: dict[int, Fraction] = {}
-        for column, weight in solution.columns.items():
-            owner = column.rank if self.shared else 0
-            totals[owner] = totals.get(owner, Fraction(0)) + weight
-        size = self.sample.cluster.size
-        parts = {rank: Fraction(count, size) if self.shared else Fraction(1) for rank, count in self.owners}
-        found = [
-            image
-            for column, weight in solution.columns.items()
-            for image in self.images(
-                replace(
-                    column.template,
-                    share=weight * parts[column.rank] / totals[column.rank if self.shared else 0],
-                )
-            )
-        ]
-        return tuple(sorted(found, key=lambda one: (one.stages[0].root, -one.share)))
-
-    def cheapest(self, lengths: Sequence[int], height: int | None) -> list[_TemplateColumn]:
+    def cheapest(self, lengths: Sequence[int], height: int | None) -> list[TemplateColumn]:
         short = rounded_lengths(lengths)
         routes = KindRoutes(self.parts, np.array(short, dtype=np.int64)[self.rows])
         down = routes.cost()
@@ -105,7 +79,7 @@ class KindPacking(KindProgram[_TemplateColumn]):
                 near = np.minimum(near + table, UNREACHABLE)
                 inside = np.minimum(inside + trees.costs, UNREACHABLE)
         costs = StarCosts(near, inside)
-        found: list[_TemplateColumn] = []
+        found: list[TemplateColumn] = []
         missing: int | None = None
         beyond: dict[int, Star | None] = {}
         edges: dict[tuple[str, int, int], Edge] = {}
@@ -140,7 +114,7 @@ class KindPacking(KindProgram[_TemplateColumn]):
         above: ServerTrees | None,
         routes: KindRoutes,
         known: dict[tuple[str, int, int], Edge],
-    ) -> _TemplateColumn:
+    ) -> TemplateColumn:
         stages = []
         for op in stage_order(self.collective):
             trees = below if op == "broadcast" else above
@@ -158,7 +132,7 @@ class KindPacking(KindProgram[_TemplateColumn]):
         )
         template = replace(template, shifts=shifts_with_groups(self.sample, template))
         usage = self.crossings.of(template)
-        return _TemplateColumn(rank, tuple(usage.get(row, 0) for row in range(len(self.counts))), template)
+        return TemplateColumn(rank, tuple(usage.get(row, 0) for row in range(len(self.counts))), template)
 
     def _edges(
         self,
@@ -205,7 +179,8 @@ def plan_by_kind(
     -------
     PlanByKind
         Its trees have one edge into each server, or one into each GPU of it, from a root, a centre or an entry (see
-        `topoplan.plans.kind_templates`). An all-to-all has paths (see `topoplan.plans.kind_exchange`), and every pair
+        `topoplan.plans.kind_templates`), or go through the dimensions of a torus in some order
+        (`topoplan.plans.torus_templates`). An all-to-all has paths (see `topoplan.plans.kind_exchange`), and every pair
         of GPUs exchanges the same. Trees inside servers, and paths, are as low as the rate allows. The gap is exact.
 
     Raises
@@ -214,7 +189,8 @@ def plan_by_kind(
         An unknown collective, or a root that does not exist or fits no collective with one.
     InfeasibleError
         Links do not connect the GPUs; devices add, copy or forward data of other servers. For trees also: links inside
-        a server do not connect its GPUs, or a server reaches another only through a third. Plan the listed cluster
+        a server do not connect its GPUs, or a server reaches another only through a third, but in a torus. A torus has
+        servers that differ, or the collective is not all_reduce, all_gather or reduce_scatter. Plan the listed cluster
         instead.
 
     See Also
@@ -237,12 +213,15 @@ def plan_by_kind(
     if root is not None and not 0 <= root < cluster.size:
         raise UsageError(f"root {root} must be a rank from 0 to {cluster.size - 1}; name another")
     root = root_rank(range(cluster.size), collective, root)
+    if cluster.network.kind == "torus":
+        check_torus(cluster, collective)
     where = None
     if root is not None:
         where = cluster.server_of(root)
         cluster = cluster.apart(where[0])
-    program = KindExchange if collective == ALL_TO_ALL else KindPacking
-    packing: KindExchange | KindPacking = program(
+    in_torus = cluster.network.kind == "torus"
+    program = KindExchange if collective == ALL_TO_ALL else TorusPacking if in_torus else KindPacking
+    packing: KindExchange | KindPacking | TorusPacking = program(
         cluster, collective, root=where, channels=channels, progress=progress
     )
     return packing.best_plan(root).timed(time.perf_counter() - started)

@@ -1,0 +1,217 @@
+"""Plans of tori by kind: known answers, agreement with the listed form, bounds of all trees, and wrong files."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+import topoplan
+from tests.support.kind_clusters import plan_of_torus
+from tests.topoplan.plans.test_plan_by_kind import agree, refuse_wrong_files
+from topoplan import ClusterByKind, InfeasibleError, PlanByKind, PlanError, Server, UsageError, plan_by_kind
+from topoplan.machine.torus import Torus
+from topoplan.plans.certificates.torus_lengths import TorusRoute as Route
+from topoplan.plans.certificates.torus_lengths import torus_tree_at_least
+from topoplan.plans.minimum_trees import cheapest_arborescence
+from topoplan.plans.torus_templates import Arm, TorusTemplate
+from topoplan.plans.verify_by_kind import verify_by_kind
+from topoplan.reading.load import load_cluster_by_kind
+
+
+def hosts(name: str) -> ClusterByKind:
+    found = load_cluster_by_kind(name)
+    assert found is not None
+    return found
+
+
+def servers(machine: str, sides: Sequence[int], **options: Any) -> ClusterByKind:
+    count = Torus(tuple(sides)).servers
+    return topoplan.cluster_by_kind([Server(machine, count=count)], network="torus", sides=sides, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "ports"),
+    [
+        ("torus:32,32@10", 4),
+        ("torus:64,64", 4),
+        ("torus:7,2@1", 4),
+        ("torus:100,100", 4),
+        ("torus:200,200", 4),
+        ("torus:3,4,500", 6),
+        ("torus:1000", 2),
+    ],
+)
+@pytest.mark.parametrize(("collective", "crossings"), [("all_reduce", 2), ("all_gather", 1)])
+def test_hosts_fill_all_of_their_ports(name: str, ports: int, collective: str, crossings: int) -> None:
+    """N hosts of k ports of B reach k N B / (2 (N - 1)) in an all_reduce, and that is proved."""
+    plan = plan_by_kind(hosts(name), collective)
+    each = Fraction(name.partition("@")[2] or "25/2")
+    report = verify_by_kind(plan)
+    assert report.exact_rate == report.exact_bound == ports * each * plan.size / (crossings * (plan.size - 1))
+    assert report.height == sum(side // 2 for side in plan.cluster.network.torus.sides)
+
+
+@pytest.mark.parametrize("name", ["torus:6@3", "torus:4,4@10", "torus:2,3", "torus:5,3,2@7"])
+def test_the_torus_of_a_name_is_the_listed_one(name: str) -> None:
+    """The same links between the same ranks, and the same rate of both planners."""
+    listed, made = topoplan.load(name), hosts(name).listed()
+    ranks = [{gpu: rank for rank, gpu in enumerate(one.gpus)} for one in (listed, made)]
+    wires = [
+        {(at[link.src], at[link.dst]): (link.bandwidth, link.count) for link in one.links}
+        for at, one in zip(ranks, (listed, made), strict=True)
+    ]
+    assert wires[0] == wires[1]
+    for collective in ("all_reduce", "reduce_scatter"):
+        plan = plan_by_kind(hosts(name), collective)
+        assert plan.gap == 0
+        assert plan.rate == pytest.approx(topoplan.plan(listed, collective).rate, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("machine", "sides", "options", "rate"),
+    [
+        # 8 NICs of 48 GB/s, all of which fill: 384 N / (2 (N - 1)).
+        ("dgx-h100", (100, 125), {"nic_gbps": 400}, Fraction(384 * 12_500, 2 * 12_499)),
+        ("dgx-h100", (25, 20, 25), {"nic_gbps": 400, "nics": 6}, Fraction(288 * 12_500, 2 * 12_499)),
+        # One NIC in the dimension of 500, three in that of 25.
+        ("dgx-a100", (25, 500), {"nic_gbps": 200, "dimension_nics": (3, 1)}, Fraction(192 * 12_500, 2 * 12_499)),
+        # 500 rings of 3 servers are joined by the slow dimension alone: 3 x 48 GB/s lead into each.
+        ("dgx-a100", (3, 500), {"nic_gbps": 200, "dimension_nics": (3, 1)}, Fraction(48 * 3 * 500, 2 * 499)),
+    ],
+)  # fmt: skip
+def test_known_optima_of_servers(
+    machine: str, sides: tuple[int, ...], options: dict[str, Any], rate: Fraction
+) -> None:
+    plan = plan_by_kind(servers(machine, sides, **options), "all_reduce")
+    report = verify_by_kind(plan)
+    assert report.exact_rate == report.exact_bound == rate
+    assert verify_by_kind(PlanByKind.from_object(json.loads(plan.to_json()))) == report
+    assert len(plan.to_json()) < 100_000
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(12))
+def test_the_listed_form_agrees(seed: int) -> None:
+    agree(plan_of_torus(seed, most=24))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(12, 260))
+def test_the_listed_form_of_up_to_256_gpus_agrees(seed: int) -> None:
+    agree(plan_of_torus(seed, most=256 if seed < 40 else 100))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(60))
+def test_neither_planner_exceeds_the_bound_of_the_other(seed: int) -> None:
+    plan = plan_of_torus(seed, most=18)
+    if plan is not None:
+        listed = topoplan.plan(plan.cluster.listed(), plan.collective)
+        assert plan.rate <= listed.bound * (1 + 1e-9)
+        assert listed.rate <= plan.bound * (1 + 1e-9)
+
+
+@pytest.mark.thorough
+def test_wrong_files_are_refused() -> None:
+    refuse_wrong_files(range(60), 500, plan_of_torus)
+
+
+def shortest_tree(torus: Torus, gpus: int, routes: Sequence[Route], root: int) -> float:
+    """Return the length of a shortest tree from a rank to all, by Edmonds on the listed torus."""
+    size = gpus * torus.servers
+    cost = [[float("inf")] * size for _ in range(size)]
+    for server in range(torus.servers):
+        for route in routes:
+            head = torus.moved(server, route.offset) * gpus + route.head
+            tail = server * gpus + route.tail
+            cost[head][tail] = min(cost[head][tail], route.length)
+    parents = cheapest_arborescence(cost, root)
+    return sum(cost[child][above] for child, above in enumerate(parents) if above >= 0)
+
+
+def test_a_bound_is_not_above_the_shortest_tree() -> None:
+    """With one GPU, and lengths of dimensions alone, it is the length of that tree."""
+    rng = random.Random(5)
+    for _ in range(60):
+        torus = Torus(tuple(rng.choice([2, 3, 4]) for _ in range(rng.choice([1, 2]))))
+        gpus = rng.choice([1, 1, 2, 3])
+        by_dimension = [rng.randint(0, 9) for _ in torus.sides]
+        routes = [
+            Route(u, v, (0,) * len(torus.sides), rng.randint(0, 9))
+            for u in range(gpus)
+            for v in range(gpus)
+            if u != v
+        ]
+        even = gpus == 1 and rng.random() < 0.5
+        for direction in torus.directions:
+            for u in range(gpus):
+                length = by_dimension[direction.dimension] if even else rng.randint(0, 9)
+                routes.append(Route(u, rng.randrange(gpus), torus.offset(direction), length))
+        try:
+            found = torus_tree_at_least(torus, gpus, routes)
+        except PlanError:
+            continue
+        for root, bound in enumerate(found):
+            shortest = shortest_tree(torus, gpus, routes, root)
+            assert bound <= shortest
+            if even:
+                assert bound == shortest
+
+
+def test_a_wrong_template_is_refused() -> None:
+    plan = plan_by_kind(servers("v100x4", (3, 4), nic_gbps=100, nics=4), "all_reduce")
+    template = plan.templates[0]
+    assert isinstance(template, TorusTemplate)
+
+    def refused(match: str, **changes: Any) -> None:
+        first = replace(template, **changes)
+        with pytest.raises(PlanError, match=match):
+            verify_by_kind(replace(plan, templates=(first, *plan.templates[1:])))
+
+    first, second = template.arms
+    refused("each of 2 dimensions must have one arm", arms=(first, first))
+    refused("each of 2 dimensions must have one arm", arms=(first,))
+    more = Arm(second.dimension, second.ahead + 1, second.back)
+    refused("must be 0 or more and add up to", arms=(first, more))
+    below = Arm(second.dimension, second.ahead + second.back + 1, -1)
+    refused("must be 0 or more and add up to", arms=(first, below))
+    reduce, broadcast = template.stages
+    refused("must reach 4 ranks of s", stages=(reduce, replace(broadcast, edges=broadcast.edges[:-1])))
+    home = plan.sample.servers_of(plan.fabric.ranks)
+    inner = next(edge for edge in broadcast.edges if home[edge.child] == 1 and home[edge.parent] == 1)
+    from_other = replace(inner, parent=next(r for r, one in enumerate(home) if one == 2))
+    edges = tuple(from_other if edge == inner else edge for edge in broadcast.edges)
+    refused("must have its data from itself or s0", stages=(reduce, replace(broadcast, edges=edges)))
+    # Another bound than the lengths prove, and other collectives.
+    with pytest.raises(PlanError, match="bound"):
+        verify_by_kind(replace(plan, bound=2 * plan.bound))
+    with pytest.raises(PlanError, match="must be of allreduce, allgather, reduce_scatter, got alltoall"):
+        verify_by_kind(replace(plan, collective="alltoall"))
+    switched = topoplan.cluster_by_kind([Server("v100x4", count=12)], nic_gbps=100)
+    with pytest.raises(PlanError, match="must have arms in a torus, and nowhere else"):
+        verify_by_kind(replace(plan, templates=plan_by_kind(switched, "all_reduce").templates))
+
+
+def test_what_a_torus_by_kind_does_not_plan_is_refused() -> None:
+    torus = servers("dgx-h100", (10, 10), nic_gbps=400)
+    for collective in ("broadcast", "reduce", "all_to_all"):
+        with pytest.raises(InfeasibleError, match="are of all_reduce, all_gather, reduce_scatter, got"):
+            plan_by_kind(torus, collective)
+    mixed = topoplan.cluster_by_kind(
+        [Server("dgx-h100", count=2), Server("dgx-a100", count=4)],
+        nic_gbps=200,
+        network="torus",
+        sides=(2, 3),
+    )
+    with pytest.raises(InfeasibleError, match="must be equal in a plan by kind, got 2 kinds"):
+        plan_by_kind(mixed, "all_reduce")
+    with pytest.raises(UsageError, match="faults of a torus of servers need the list"):
+        torus.with_faults(without_gpus=[3])
+    with pytest.raises(UsageError, match="times of a torus of servers need the list"):
+        topoplan.simulate(plan_by_kind(torus, "all_gather"), "1MB")
