@@ -7,7 +7,7 @@ import difflib
 import math
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import cleandoc
 from typing import Any, NoReturn
 
@@ -192,6 +192,29 @@ def number(least: float, below: float, what: str) -> Callable[[str], float]:
 
 link_fraction = number(0.01, math.nextafter(1, 2), "part of a link from 0.01 to 1, such as 0.95")
 """Parser of ``--headroom``."""
+
+
+def late_rank(text: str) -> tuple[int, float]:
+    """Return a rank and the seconds by which it comes late."""
+    rank, _, seconds = text.partition("=")
+    try:
+        return int(rank), float(seconds)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a rank with its seconds, such as 3=0.02, got {text[:60]!r}"
+        ) from None
+
+
+def late_ranks(given: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """Return the seconds of each rank that ``--late`` names."""
+    seconds: dict[int, float] = {}
+    for rank, late in given:
+        if rank in seconds:
+            raise UsageError(
+                f"--late must name a rank once, got {rank}={seconds[rank]:g} and {rank}={late:g}; keep one of them"
+            )
+        seconds[rank] = late
+    return seconds
 
 
 def whole_number(least: int, most: int, what: str) -> Callable[[str], int]:

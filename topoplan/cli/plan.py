@@ -108,16 +108,6 @@ def _relay_list(text: str) -> tuple[int, ...] | str:
     return IDLE if text == IDLE else arguments.gpu_list(text)
 
 
-def _late_rank(text: str) -> tuple[int, float]:
-    rank, _, seconds = text.partition("=")
-    try:
-        return int(rank), float(seconds)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be a rank with its seconds, such as 3=0.02, got {text[:60]!r}"
-        ) from None
-
-
 def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_machine(parser)
     arguments.add_allocation(parser)
@@ -168,7 +158,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         threshold=arguments.fraction,
         time_limit=arguments.seconds,
         tolerance=arguments.fraction,
-        late={"action": "append", "type": _late_rank},
+        late={"action": "append", "type": arguments.late_rank},
         density=float,
         entry_bits=float,
     )
@@ -380,16 +370,9 @@ def _late_plan(
 
     if options.size is None:
         raise UsageError("--late needs the size of the buffer; add --size, such as --size 64MB")
-    seconds: dict[int, float] = {}
-    for rank, late in options.late:
-        if rank in seconds:
-            raise UsageError(
-                f"--late must name a rank once, got {rank}={seconds[rank]:g} and {rank}={late:g}; keep one of them"
-            )
-        seconds[rank] = late
     return plan_late(
         machine.whole,
-        seconds,
+        arguments.late_ranks(options.late),
         nbytes=options.size,
         gpus=machine.allocation(options.gpus),
         channels=options.channels,
@@ -419,9 +402,7 @@ def _late_facts(held: LatePlan) -> list[tuple[str, str]]:
         ),
         (
             "back ends",
-            ""
-            if kept
-            else "shared and tcp move nothing before the last rank comes: use the usual plan there",
+            "" if kept else "tcp runs it as planned; shared moves nothing before the last rank comes",
         ),
     ]
 

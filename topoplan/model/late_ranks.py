@@ -15,8 +15,8 @@ the others into it: its buffer must reach every other rank after d, and somethin
 d. On p equal ports of a switch both are one buffer at full rate, which t reaches for large d; a plan for ranks that
 come together needs 2 (p - 1) / p.
 
-The times are those of engines whose ranks start without the others. The shared and tcp back ends meet before each
-collective, so there no byte moves before the last rank comes.
+The times are those of engines whose ranks start without the others, as those of the tcp back end do. Ranks of the
+shared back end meet before each collective, so there no byte moves before the last rank comes.
 
 Absent: reduce, reduce_scatter and broadcast, which gain nothing on a switch: the bound of this kind is there the time
 of the usual plan.
@@ -198,11 +198,8 @@ def plan_late(
     )
 
 
-def _check(late: Mapping[int, float], size: int, channels: str) -> None:
-    if not 2 <= size <= MOST_RANKS:
-        raise UsageError(f"late ranks need 2 to {MOST_RANKS} GPUs, got {size}; choose others with gpus")
-    if not late:
-        raise UsageError("late must name a rank, got none; give a rank and its seconds, or use topoplan.plan")
+def check_late_ranks(late: Mapping[int, float], size: int) -> None:
+    """Raise `UsageError` unless late ranks are among `size` ranks, with seconds from 0 on."""
     for rank, seconds in sorted(late.items()):
         if not 0 <= rank < size:
             raise UsageError(
@@ -212,6 +209,14 @@ def _check(late: Mapping[int, float], size: int, channels: str) -> None:
             raise UsageError(
                 f"the seconds of late rank {rank} must be finite and at least 0, got {seconds}; correct them"
             )
+
+
+def _check(late: Mapping[int, float], size: int, channels: str) -> None:
+    if not 2 <= size <= MOST_RANKS:
+        raise UsageError(f"late ranks need 2 to {MOST_RANKS} GPUs, got {size}; choose others with gpus")
+    if not late:
+        raise UsageError("late must name a rank, got none; give a rank and its seconds, or use topoplan.plan")
+    check_late_ranks(late, size)
     if channels in CHANNEL_SPLITS:
         raise UsageError(f"late ranks need channels that share a buffer, got {channels}; use auto or nvlink")
 

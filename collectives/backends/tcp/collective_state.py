@@ -50,8 +50,8 @@ UNREACHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETD
 """Errors of a connection whose packets do not arrive: the network's, not those of the process at the other end."""
 
 LEFT, TOUCHED = (machine.word_of(machine.EXCHANGE, name) for name in ("left", "touched"))
-ROUND, GOT, GIVEN, SOURCE = (
-    machine.word_of(machine.BARRIER, name) for name in ("round", "got", "given", "source")
+ROUND, GOT, GIVEN, SOURCE, MET_AT = (
+    machine.word_of(machine.BARRIER, name) for name in ("round", "got", "given", "source", "met_at")
 )
 
 Records = NDArray[Any]
@@ -498,6 +498,11 @@ class DisseminationBarrier:
         self._outbox.data[:LENGTH] = np.frombuffer(note, np.uint8)
         self._words[ROUND : GOT + 1] = 0
         self._words[GIVEN : SOURCE + 1] = nbytes, source
+
+    @property
+    def met_at(self) -> int:
+        """Return when all ranks had arrived, in nanoseconds of the steady clock."""
+        return int(self._words[MET_AT])
 
     @property
     def ended(self) -> bool:

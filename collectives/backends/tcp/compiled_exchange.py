@@ -66,6 +66,7 @@ BARRIER = np.dtype(
             "inbox",
             "shown",
             "rests",  # when the processor may be yielded again
+            "met_at",  # when all ranks had come
         ),
     ]
 )
@@ -250,6 +251,7 @@ def _advance_barrier(rounds: Numbers, frame: Records) -> Word:
             _memcpy(state.outbox + LENGTH + held, state.inbox + LENGTH, length - LENGTH)
             state.round += 1
             state.sent = state.got = 0
+            state.met_at = _now(frame)
             moved = True
     return ENDED
 

@@ -19,6 +19,7 @@ import numpy as np
 from collectives.backends.backend import (
     Backend,
     Call,
+    CallArrivals,
     LinkShare,
     LinkUse,
     OneRank,
@@ -132,6 +133,7 @@ class TcpBackend(OneRank):
     direct = False
     averages = False
     helpers: int
+    arrivals: CallArrivals
 
     def __init__(
         self,
@@ -180,6 +182,7 @@ class TcpBackend(OneRank):
         self._barrier_opened = False
         """Whether the barrier was opened: it is again after a collective was refused."""
         self._frame = np.zeros(FRAME, dtype=np.int64)
+        self.arrivals = CallArrivals()
         self._steps: list[TraceEvent] | None = None
         self._closed = False
         self._process = os.getpid()
@@ -348,8 +351,9 @@ class TcpBackend(OneRank):
         (memory,) = like.memory
         nbytes = (memory.given[1] - memory.given[0]) * like.itemsize
         began = time.monotonic_ns()
-        self._agree(about, lambda: self._collective_of(like), source, nbytes)
-        self._note_steps(like, began, time.monotonic_ns())
+        met = self._agree(about, lambda: self._collective_of(like), source, nbytes)
+        self.arrivals.add(met - began)
+        self._note_steps(like, began, met)
         scratch = self._scratch.of(ready.program.scratch_elements * like.itemsize)
         areas = scratch, scratch, self._barrier.shown
         work = None if buffers is None else RunMemory(buffers, areas)
@@ -388,11 +392,11 @@ class TcpBackend(OneRank):
             with self._waiting(state.waiting, state.stops_at):
                 began = time.monotonic_ns()
                 if not at_once:
-                    self._agree(about, lambda: state, helped=self.helpers > 0 and call.table.helped)
+                    met = self._agree(about, lambda: state, helped=self.helpers > 0 and call.table.helped)
                 state.pace(self._open(call, state))
                 if at_once:
-                    self._agree(about, lambda: state, beside=state)
-                met = time.monotonic_ns()
+                    met = self._agree(about, lambda: state, beside=state)
+                self.arrivals.add(met - began)
                 world.wait(
                     lambda: state.finished, timeout=self._timeout, moved=lambda: state.touched, pause=advance
                 )
@@ -512,11 +516,14 @@ class TcpBackend(OneRank):
         *,
         helped: bool = False,
         beside: TcpCollective | None = None,
-    ) -> None:
-        """Agree with all ranks on a collective, and exchange small inputs, or move the chunks of one meanwhile."""
+    ) -> int:
+        """Agree with all ranks on a collective, and exchange small inputs, or move the chunks of one meanwhile.
+
+        Return when all ranks had come, in nanoseconds of the steady clock.
+        """
         barrier, world = self._barrier, self._world
         if self.rank >= self.size:
-            return  # the ranks have agreed before a helper follows
+            return time.monotonic_ns()  # the ranks have agreed before a helper follows
         if barrier is None:
             if beside is None:
                 world.agree(signature, timeout=self._timeout, helped=helped)
@@ -527,8 +534,9 @@ class TcpBackend(OneRank):
                     moved=lambda: beside.touched,
                     pause=partial(self._move_beside, beside),
                 )
+            met = time.monotonic_ns()
             self._open_barrier(self._timeout)
-            return
+            return met
         world.meet()
         barrier.begin(signature.pack(), source, nbytes)
         go_on = barrier.go_on if beside is None else partial(beside.meet, barrier)
@@ -536,6 +544,7 @@ class TcpBackend(OneRank):
         if status != ENDED:
             self._finish_barrier(barrier, signature, state, status, go_on)
         world.met += 1
+        return barrier.met_at
 
     def _move_beside(self, state: TcpCollective) -> bool:
         """Move chunks until the rank is woken; return False if there is nothing to move before all have come."""
