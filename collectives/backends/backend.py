@@ -6,11 +6,14 @@ bytes. A `Call` describes one collective. Methods of optional abilities do nothi
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
 
 from collectives.peers.control_plane import ControlPlane, Signature
 from collectives.peers.membership_protocol import MembershipProtocol
@@ -149,6 +152,40 @@ class LinkShare:
     wires: tuple[tuple[str, str, str], ...]
 
 
+KEPT_ARRIVALS = 1024
+"""Collectives of which a rank keeps how long it has waited for the others to come."""
+
+
+class CallArrivals:
+    """How long this rank has waited in its last `KEPT_ARRIVALS` collectives until all ranks had come, in nanoseconds.
+
+    `ring` has the times; `count` is that of all collectives, the next place modulo the length. Compiled code adds too.
+
+    >>> arrivals = CallArrivals()
+    >>> arrivals.add(5)
+    >>> arrivals.taken(), arrivals.taken()
+    ([5], [])
+    """
+
+    def __init__(self) -> None:
+        self.ring = np.zeros(KEPT_ARRIVALS, dtype=np.int64)
+        self.count = np.zeros(1, dtype=np.int64)
+        self._taken = 0
+
+    def add(self, nanoseconds: int) -> None:
+        """Add a collective."""
+        count = int(self.count[0])
+        self.ring[count % KEPT_ARRIVALS] = nanoseconds
+        self.count[0] = count + 1
+
+    def taken(self) -> list[int]:
+        """Return the times of the collectives since the last call of this, at most `KEPT_ARRIVALS`, in order."""
+        count = int(self.count[0])
+        first = max(self._taken, count - KEPT_ARRIVALS)
+        self._taken = count
+        return [int(self.ring[number % KEPT_ARRIVALS]) for number in range(first, count)]
+
+
 class Backend(ABC, Generic[Array]):
     """Moves bytes for some ranks.
 
@@ -163,6 +200,7 @@ class Backend(ABC, Generic[Array]):
     - `helpers`: processes of helper ranks, devices without arrays, numbered behind the ranks; None without such ranks.
     - `survivors`: how survivors of a failure find each other; None if they cannot, or a new back end has taken it over.
     - `about_engine`: how it moves data, and why not in a better way, the same on all ranks; empty without a choice.
+    - `arrivals`: how long this rank has waited for the others in collectives; None if it does not know.
     """
 
     name: str
@@ -176,6 +214,7 @@ class Backend(ABC, Generic[Array]):
     helpers: int | None = None
     survivors: MembershipProtocol | None = None
     about_engine: str = ""
+    arrivals: CallArrivals | None = None
 
     @abstractmethod
     def run(self, call: Call[Array]) -> None:
@@ -339,6 +378,12 @@ class OneRank(Backend[Any]):
     def agree(self, signature: Signature) -> None:
         with self._reporting_failures():
             self._world.agree(signature, timeout=self._timeout)
+
+    def _agree_timed(self, signature: Signature) -> int:
+        """Agree on a collective; return the nanoseconds until all ranks had come."""
+        began = time.monotonic_ns()
+        self._world.agree(signature, timeout=self._timeout)
+        return time.monotonic_ns() - began
 
     def abort(self, error: BackendError) -> None:
         self._world.abort(error)

@@ -193,6 +193,8 @@ class Execution(Generic[Array]):
         self._lowered: dict[CallKind, tuple[PlanKey, TransferTable, Signature]] = {}
         self._caches = backend.one_rank and not self._prints
         self._cached: dict[PlanQuery, CachedCall] = {}
+        self._cached_uneven: dict[tuple[int, Any, tuple[int, ...]], CachedCall] = {}
+        """By the number of their counts, dtype, and shape of a row."""
         self._exchanges: dict[str, ExchangeRounds[Array]] = {}
         self._prepared_calls = 0
 
@@ -225,7 +227,9 @@ class Execution(Generic[Array]):
             self._finished(request, place, one) if one.rank in kind.holders else None
             for place, one in enumerate(memory)
         ]
-        if self._caches and not request.prepared:
+        if self._caches and request.counts:
+            self._cache_uneven(request, call)
+        elif self._caches and not request.prepared:
             self._cache(request, call)
         return results[0] if self.backend.one_rank else results
 
@@ -355,6 +359,27 @@ class Execution(Generic[Array]):
         if run is not None:
             _remember(self._cached, key, CachedCall.of(run, kind, call, first.dtype))
 
+    def _cache_uneven(self, request: Request[Array], call: Call[Array]) -> None:
+        """Cache what uneven all-to-alls of these counts have in common, after one of them has run."""
+        first: Any = request.inputs[0]
+        key = request.counts, first.dtype, request.kind.input_shape[1:]
+        if key not in self._cached_uneven and request.kind in self._lowered and request.about is None:
+            run = self.backend.repeated(call)
+            if run is not None:
+                _remember(self._cached_uneven, key, CachedCall.of(run, request.kind, call, first.dtype))
+
+    def _repeated_uneven(self, number: int, asked: UnevenCall[Array]) -> Callable[[], Any] | None:
+        """Return what runs a cached all-to-all of known counts; None if its arrays need the checks of a first call."""
+        library, out = self.backend.arrays, asked.out
+        array: Any = asked.inputs[0]
+        if not self._cached_uneven or type(array) not in library.plain:
+            return None
+        call = self._cached_uneven.get((number, array.dtype, library.shape(array)[1:]))
+        places = None if call is None else call.places(array, out, library)
+        if call is None or places is None:
+            return None
+        return partial(self._run_cached, call, array, out, *places, [])
+
     def _lower(self, kind: CallKind) -> tuple[PlanKey, TransferTable, Signature]:
         """Return the lowered plan of a kind; kept once its chunk size is settled."""
         key = self.store.key(self.plan_of(kind))
@@ -458,13 +483,16 @@ class Execution(Generic[Array]):
         backend = self.backend
         number = self._counts.number(backend.ranks[0], asked) if backend.one_rank else 0
         if number:
-            try:
-                request = uneven_request(backend, asked, self._counts.of(number), number=number)
-            except UsageError:  # ``out`` is for other counts than those of the earlier call
-                return self.run(self.bound_to_counts(asked))
-            if request.kind in self._lowered:
+            run = self._repeated_uneven(number, asked)
+            if run is None:
                 try:
-                    result = self.run(request)
+                    request = uneven_request(backend, asked, self._counts.of(number), number=number)
+                except UsageError:  # ``out`` is for other counts than those of the earlier call
+                    return self.run(self.bound_to_counts(asked))
+                run = partial(self.run, request) if request.kind in self._lowered else None
+            if run is not None:
+                try:
+                    result = run()
                 except RefusedError as error:
                     if not error.unknown_counts:
                         raise
@@ -718,6 +746,7 @@ class Execution(Generic[Array]):
         self.store = store
         self._lowered.clear()
         self._cached.clear()
+        self._cached_uneven.clear()
         self._exchanges.clear()
 
     def hand_over(self) -> None:

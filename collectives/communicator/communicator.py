@@ -21,6 +21,7 @@ from collectives.communicator.collective_methods import DenseCollectives, Sparse
 from collectives.communicator.handle import CallQueue, Handle, PreparedCall, StepBatch
 from collectives.communicator.job_plan import PlanLike, not_a_plan, open_backend_for_plan
 from collectives.peers.membership_protocol import MembershipProtocol
+from collectives.recovery.arrivals import ArrivalReport, arrival_report, own_arrivals
 from collectives.recovery.link_monitor import (
     MIN_MONITORED_BYTES,
     ON_SLOW_MODES,
@@ -694,6 +695,27 @@ class Communicator(DenseCollectives, SparseCollectives):
     def _gather_texts(self, text: str) -> list[str]:
         """Return the texts of all ranks, in order of rank; a process gives one text for all of its ranks."""
         return self._in_order.run(lambda: self._open().gather_texts(text))
+
+    def report(self) -> ArrivalReport:
+        """Return which ranks came late to the collectives since the last report, how often and by how much.
+
+        All ranks call it, and get the same. It counts the last 1,024 collectives of the present membership. A rank
+        is late in a call that it begins more than 1 ms after the median of the others.
+
+        Raises
+        ------
+        UsageError
+            All ranks are in this process, or the ranks meet on GPUs.
+        BackendError
+            A rank failed, or makes another call.
+        """
+
+        def exchange() -> ArrivalReport:
+            execution = self._open()
+            texts = execution.gather_texts(own_arrivals(execution.backend))
+            return arrival_report(texts, self.plan.plans[-1].vertices)
+
+        return self._in_order.run(exchange)
 
     def bytes_sent(self) -> dict[tuple[int, int], int]:
         """Return the bytes that the ranks of this process have sent so far, by (source, destination).

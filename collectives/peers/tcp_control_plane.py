@@ -195,9 +195,20 @@ class TcpControlPlane(ControlPlane):
         answer = self._ask({"type": "gather", "data": base64.b64encode(data).decode()}, timeout)
         return values_of(answer["runs"], base64.b64decode)
 
-    def agree(self, signature: Signature, *, timeout: float, helped: bool = False) -> None:
-        """The rendezvous compares, and answers once all ranks have come; with ``helped``, also all helpers."""
-        self._ask({**_agreement(signature), "helped": helped}, timeout)
+    def agree(
+        self,
+        signature: Signature,
+        *,
+        timeout: float,
+        helped: bool = False,
+        moved: Callable[[], float] = lambda: 0.0,
+        pause: Callable[[], bool] | None = None,
+    ) -> None:
+        """The rendezvous compares, and answers once all ranks have come; with ``helped``, also all helpers.
+
+        `moved` and `pause` are as of `wait`.
+        """
+        self._ask({**_agreement(signature), "helped": helped}, timeout, moved=moved, pause=pause)
 
     def follow(self) -> Signature | None:
         """Return the signature of the next collective that this helper takes part in; None once the ranks have left."""
@@ -244,15 +255,16 @@ class TcpControlPlane(ControlPlane):
         *,
         timeout: float,
         moved: Callable[[], float] = lambda: 0.0,
-        pause: Callable[[], None] | None = None,
+        pause: Callable[[], object] | None = None,
     ) -> None:
         """Wait until `done` returns true; it is called after every change.
 
         `timeout` is in seconds without movement, and `moved` returns the time of the last movement. `pause`, if given,
-        spends the time between two calls of `done` and returns on a change. Raises `BackendError` when the job has
-        failed or the timeout has passed.
+        spends the time between two calls of `done` and returns on a change, or returns False at once. Raises
+        `BackendError` when the job has failed or the timeout has passed.
         """
         since = time.monotonic()
+        idle = False
         while True:
             with self.changed:
                 if done():
@@ -264,10 +276,11 @@ class TcpControlPlane(ControlPlane):
                     self._ask_for_stalled_rank(timeout)
                     since = time.monotonic() - 0.75 * timeout
                     continue
-                if pause is None:
+                if pause is None or idle:
                     self.changed.wait(left)
+                    idle = False
                     continue
-            pause()
+            idle = pause is not None and pause() is False
 
     def report(self, message: str, *, peer: int, step: int | None, links: tuple[Link, ...] = ()) -> None:
         """Note a failure; the thread that waits reports it to the others. Thread-safe."""
@@ -400,13 +413,25 @@ class TcpControlPlane(ControlPlane):
         """Return what this rank waits for, with the counts of its links."""
         return replace(self.waiting(), counts=self.link_counts())
 
-    def _ask(self, message: Message, timeout: float) -> Message:
+    def _ask(
+        self,
+        message: Message,
+        timeout: float,
+        *,
+        moved: Callable[[], float] = lambda: 0.0,
+        pause: Callable[[], bool] | None = None,
+    ) -> Message:
         """Send a request of all ranks and return the answer; RefusedError if signatures differ, else as `wait`."""
         control = self.control
         with self.changed:
             before, control.answer, control.differ = control.answer, None, None
         control.say({**message, "met": self.met})
-        self.wait(lambda: control.answer is not None or control.differ is not None, timeout=timeout)
+        self.wait(
+            lambda: control.answer is not None or control.differ is not None,
+            timeout=timeout,
+            moved=moved,
+            pause=pause,
+        )
         error = self.differing
         if error is not None:
             control.answer = before

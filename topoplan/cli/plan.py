@@ -406,9 +406,7 @@ def _late_facts(held: LatePlan) -> list[tuple[str, str]]:
         ),
         (
             "back ends",
-            ""
-            if kept
-            else "shared and tcp move nothing before the last rank comes: use the usual plan there",
+            "" if kept else "tcp runs it as planned; shared moves nothing before the last rank comes",
         ),
     ]
 

@@ -15,8 +15,8 @@ the others into it: its buffer must reach every other rank after d, and somethin
 d. On p equal ports of a switch both are one buffer at full rate, which t reaches for large d; a plan for ranks that
 come together needs 2 (p - 1) / p.
 
-The times are those of engines whose ranks start without the others. The shared and tcp back ends meet before each
-collective, so there no byte moves before the last rank comes.
+The times are those of engines whose ranks start without the others, as those of the tcp back end do. Ranks of the
+shared back end meet before each collective, so there no byte moves before the last rank comes.
 
 Absent: reduce, reduce_scatter and broadcast, which gain nothing on a switch: the bound of this kind is there the time
 of the usual plan.

@@ -142,9 +142,12 @@ NUMBER_END = 24
 TIMED = 3
 """When a rank comes to an operation, when its waits are over, and when it is done, in nanoseconds."""
 
-CLOCK, ARGUMENTS, VECTORS, FRAME = 36, 40, 47, 51
-"""The frame's times, arguments of numpy's loops, and vectors of reads; from `FRAME` on two memories for each rank, the
-address of its arena and the number of its process."""
+CLOCK, ARGUMENTS, VECTORS, ARRIVALS, FRAME = 36, 40, 47, 51, 55
+"""The frame's times, arguments of numpy's loops, vectors of reads, and arrivals; from `FRAME` on two memories for each
+rank, the address of its arena and the number of its process.
+
+Arrivals are when this rank came, the addresses of how long it waits in each call and of the number of calls, and that
+of the kept ones (`backend.CallArrivals`)."""
 
 _syscall = from_system("syscall", arguments=7)
 _sched_yield = from_system("sched_yield", arguments=0)
@@ -171,6 +174,7 @@ def run(
     ranks of this host; `own` is the place of this rank's page among `ranks`.
     """
     if frame[POSITION] == -2:
+        frame[ARRIVALS] = _now(frame)
         _note_time(frame, -1, 0)
         _show(frame, control, own, ranks)
         frame[POSITION] = -1
@@ -182,6 +186,10 @@ def run(
             if _memcmp(control + place * PAGE + notes, control + own * PAGE + notes, LENGTH) & 0xFFFFFFFF:
                 return OTHERS_DIFFER
         _note_time(frame, -1, 2)
+        if frame[ARRIVALS + 3] > 0:
+            calls = load_word(frame[ARRIVALS + 2])
+            store_word(frame[ARRIVALS + 1] + 8 * (calls % frame[ARRIVALS + 3]), _now(frame) - frame[ARRIVALS])
+            store_word(frame[ARRIVALS + 2], calls + 1)
         frame[POSITION] = 0
         parity = frame[AGREEMENT] % 2
         if frame[ARRAYS] and _all_set(control, ranks, GIVEN + parity, TAKEN + parity):

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.backends.backend import AVERAGED, Call, TraceEvent
+from collectives.backends.backend import AVERAGED, Call, CallArrivals, TraceEvent
 from collectives.backends.shared import compiled_program as machine
 from collectives.backends.shared import shared_program as operation
 from collectives.backends.shared.compiled_program import run, start
@@ -262,8 +262,11 @@ class PlacedProgram:
 class ProgramRunner:
     """Runs the programs of one rank, one after another."""
 
-    def __init__(self, control: ControlPage, watch: PeerWatchdog, placement: HostPlacement) -> None:
+    def __init__(
+        self, control: ControlPage, watch: PeerWatchdog, placement: HostPlacement, arrivals: CallArrivals
+    ) -> None:
         self.control = control
+        self._arrivals = arrivals  # the frame has its addresses
         self._watch = watch
         self._members = placement.members
         self.own = placement.place
@@ -271,6 +274,11 @@ class ProgramRunner:
         self.frame[machine.FUTEX] = FUTEX
         self.frame[machine.RANKS], self.frame[machine.READING] = len(self._members), PROCESS_VM_READV
         self.frame[-len(self._members) :] = [placement.pids[rank] for rank in self._members]
+        self.frame[machine.ARRIVALS + 1 : machine.ARRIVALS + 4] = (
+            arrivals.ring.ctypes.data,
+            arrivals.count.ctypes.data,
+            len(arrivals.ring),
+        )
         self._calls = 0
         self.steps: list[TraceEvent] | None = None
         control.alarm = partial(machine.alarm, FUTEX, control.address, control.ranks)

@@ -17,7 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from collectives.backends.backend import Backend, Call, OneRank, PreparedRun, RankArrays, TraceEvent, group_of
+from collectives.backends.backend import (
+    Backend,
+    Call,
+    CallArrivals,
+    OneRank,
+    PreparedRun,
+    RankArrays,
+    TraceEvent,
+    group_of,
+)
 from collectives.backends.shared.compiled_program import compile_ahead
 from collectives.backends.shared.host_program import (
     ARRAYS,
@@ -86,6 +95,7 @@ class SharedBackend(OneRank):
     name = "shared"
     direct = True
     averages = True
+    arrivals: CallArrivals
     on_close: list[Callable[[], None]]
     """Called by `close`, also after a recovery."""
 
@@ -128,7 +138,8 @@ class SharedBackend(OneRank):
         self._arenas = Arenas(self._control, placement)
         self._reading = ProcessMemoryAccess(self._control, placement)
         self._scratch = ScratchMemory()
-        self._runner = ProgramRunner(self._control, self._world.watch, placement)
+        self.arrivals = CallArrivals()
+        self._runner = ProgramRunner(self._control, self._world.watch, placement, self.arrivals)
         self.on_close = []
         self._closed = False
         self._foreign_failure = ""
@@ -276,7 +287,7 @@ class SharedBackend(OneRank):
             raise UsageError(
                 "the mpi back end has no helper ranks over several hosts; use tcp, which has a process for each"
             )
-        self._world.agree(about, timeout=self._timeout)
+        self.arrivals.add(self._agree_timed(about))
         program = program_of(
             call.table,
             self._placement,

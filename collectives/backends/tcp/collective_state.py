@@ -1,9 +1,13 @@
-"""Hold the state of one collective on one rank: the barrier before it, its chunks, its progress and its waits.
+"""Hold the state of one collective on one rank: its barrier, its chunks, its progress and its waits.
 
 In round k of the barrier every rank sends its signature to the rank 2**k places behind it and receives that of the
 rank 2**k places before it. It continues only if both are equal, so after log2 N rounds all ranks have arrived, with
 the same call (the dissemination barrier of Hensgen, Finkel and Manber, 1988). Inputs of small collectives go along:
 after round k a rank has those of 2**(k + 1) ranks (Bruck et al., IEEE TPDS 1997), and in the end of all.
+
+Chunks need not wait for the barrier, but results do. A rank takes chunks of its own call only (each has the call's
+number), and leaves later ones in their connections. So ranks may begin a call while others are in the one before, and
+what ranks with different signatures have exchanged is dropped before any of them has a result.
 
 Deadlock is impossible. An arrived chunk is joined at once, or buffered until its predecessors have been joined;
 there is a buffer for every chunk under way, so every connection drains. Take the first chunk, by (part of its shard
@@ -46,8 +50,8 @@ UNREACHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETD
 """Errors of a connection whose packets do not arrive: the network's, not those of the process at the other end."""
 
 LEFT, TOUCHED = (machine.word_of(machine.EXCHANGE, name) for name in ("left", "touched"))
-ROUND, GOT, GIVEN, SOURCE = (
-    machine.word_of(machine.BARRIER, name) for name in ("round", "got", "given", "source")
+ROUND, GOT, GIVEN, SOURCE, MET_AT = (
+    machine.word_of(machine.BARRIER, name) for name in ("round", "got", "given", "source", "met_at")
 )
 
 Records = NDArray[Any]
@@ -186,7 +190,7 @@ class TcpCollective:
         self._kept = np.zeros(program.keeps, dtype=np.int64)
         self._all_free = np.arange(program.buffers, dtype=np.int64)
         self._free = self._all_free.copy()
-        self._polled = np.zeros((len(program.link_rows) + 1, 4), dtype=np.int16)
+        self._polled = np.zeros((len(program.link_rows) + 3, 4), dtype=np.int16)
         self._polled.view(np.int32)[0, 0] = wakeup
         self._polled[0, 2] = machine.READ
         self._frame = np.zeros(1, machine.EXCHANGE)
@@ -208,6 +212,7 @@ class TcpCollective:
     def begin(self, call: Call[Any], *, traced: bool = False) -> None:
         """Begin a collective after `reset`, with the arrays of the rank; `traced` enables `arrivals`."""
         program = self.program
+        self.status = machine.WAITING
         partial = program.partial_elements * call.itemsize
         partial += -partial % CACHE_LINE
         room = self._scratch.of(partial + program.buffers * program.buffer_bytes)
@@ -231,22 +236,34 @@ class TcpCollective:
             time.monotonic_ns(),
         )
 
-    def connect(self, descriptor: Callable[[Queue], int], paces: Mapping[Queue, float]) -> None:
+    def connect(self, descriptor: Callable[[Queue], int]) -> None:
         """Use the links that are open by now; to be called again until all are.
 
-        `descriptor` returns that of a link's connection, -1 if it is not open. `paces` are in bytes per second, for
-        links that the system does not pace.
+        `descriptor` returns that of a link's connection, -1 if it is not open.
         """
         descriptors = self._link_rows["descriptor"]
         for place, link in enumerate(self.program.links):
             if descriptors[place] < 0:
                 descriptors[place] = descriptor(link)
-                if link in paces:
-                    self._link_rows["pace"][place] = max(1, round(paces[link]))
 
-    def go_on(self) -> None:
-        """Move chunks until all is done, or Python has to look at something: see `status`."""
+    def pace(self, paces: Mapping[Queue, float]) -> None:
+        """Limit links to so many bytes per second, in place of the system."""
+        for place, link in enumerate(self.program.links if paces else ()):
+            if link in paces:
+                self._link_rows["pace"][place] = max(1, round(paces[link]))
+
+    @property
+    def connected(self) -> bool:
+        """Return whether all links have been open at the last `connect`."""
+        return bool((self._link_rows["descriptor"] >= 0).all())
+
+    def go_on(self, barrier: DisseminationBarrier | None = None) -> None:
+        """Move chunks until all is done, or Python has to look at something: see `status`.
+
+        A `barrier` continues beside them, and is a part of all.
+        """
         program = self.program
+        meeting = _MET if barrier is None else barrier.state
         while True:
             self.status = int(
                 machine.exchange(
@@ -260,11 +277,27 @@ class TcpCollective:
                     self._polled,
                     self._times,
                     self._counts,
+                    *meeting,
                 )
             )
             if self.status != machine.BY_PYTHON:
                 return
             self._join()
+
+    def meet(self, barrier: DisseminationBarrier) -> int:
+        """Move chunks while a barrier is under way; return how far that is, as `DisseminationBarrier.go_on`.
+
+        If chunks fail, only the barrier continues: it tells whether all ranks are in this call. `status` has the
+        failure.
+        """
+        if self.status == machine.WAITING:
+            self.go_on(barrier)
+            barrier.touched = max(barrier.touched, self.touched)
+            if barrier.ended:
+                return machine.ENDED
+            if self.status == machine.WAITING:
+                return machine.WAITING
+        return barrier.go_on()
 
     @property
     def finished(self) -> bool:
@@ -423,10 +456,11 @@ class WakingCondition(threading.Condition):
 
 
 class DisseminationBarrier:
-    """The barrier of a job's ranks before each collective.
+    """The barrier of a job's ranks in each collective.
 
     `links` has for each distance of `barrier_distances` the connections to the rank so many places behind and from the
-    one before. `touched` is the time of the last progress on the steady clock. `shown` holds the inputs of all ranks.
+    one before. `state` is as `compiled_exchange.exchange` takes it. `touched` is the time of the last progress on the
+    steady clock. `shown` holds the inputs of all ranks.
     """
 
     def __init__(
@@ -440,7 +474,8 @@ class DisseminationBarrier:
             [[sending.fileno(), receiving.fileno()] for sending, receiving in links], dtype=np.int64
         ).reshape(-1, 2)
         self._polled = np.zeros((3, 4), dtype=np.int16)
-        self._polled.view(np.int32)[2, 0] = wakeup.descriptor
+        self._polled.view(np.int32)[0, 0] = wakeup.descriptor
+        self._polled[0, 2] = machine.READ
         self._outbox = AddressedMemory.of(np.empty(LENGTH + COMBINED_BYTES, np.uint8))
         self._inbox = AddressedMemory.of(np.empty(LENGTH + COMBINED_BYTES, np.uint8))
         self.shown = AddressedMemory.of(np.empty(size * 2 * SHOWABLE if size <= MOST_RANKS else 0, np.uint8))
@@ -450,19 +485,29 @@ class DisseminationBarrier:
         state["rank"], state["ranks"] = rank, size
         state["outbox"], state["inbox"] = self._outbox.address, self._inbox.address
         state["shown"] = self.shown.address
+        self.state: tuple[Records, Records] = self._rounds, self._frame
         self._rank, self._size = rank, size
         self._place = (0, 0, 0)
         self.touched = 0.0
 
-    def begin(self, note: bytes, source: int = 0, nbytes: int = 0) -> int:
-        """Begin with a note of `LENGTH` bytes that must be the same on all ranks; returns as `go_on`.
+    def begin(self, note: bytes, source: int = 0, nbytes: int = 0) -> None:
+        """Begin with a note of `LENGTH` bytes that must be the same on all ranks; `go_on` sends it.
 
         `source` is the address of the input that goes along, of `nbytes` on every rank.
         """
         self._outbox.data[:LENGTH] = np.frombuffer(note, np.uint8)
         self._words[ROUND : GOT + 1] = 0
         self._words[GIVEN : SOURCE + 1] = nbytes, source
-        return self.go_on()
+
+    @property
+    def met_at(self) -> int:
+        """Return when all ranks had arrived, in nanoseconds of the steady clock."""
+        return int(self._words[MET_AT])
+
+    @property
+    def ended(self) -> bool:
+        """Return whether all ranks have arrived with the same note."""
+        return int(self._words[ROUND]) == len(self._rounds)
 
     def go_on(self) -> int:
         """Continue until all ranks have arrived, or Python has to look at something; return the result of `barrier`."""
@@ -478,6 +523,10 @@ class DisseminationBarrier:
         """Return the rank from which this one receives in the current round."""
         number = min(int(self._words[ROUND]), len(self._rounds) - 1)
         return int((self._rank - (1 << number)) % self._size)
+
+
+_MET = np.zeros((0, 2), dtype=np.int64), np.zeros(1, machine.BARRIER)
+"""The barrier of ranks that have met."""
 
 
 def barrier_distances(size: int) -> list[int]:

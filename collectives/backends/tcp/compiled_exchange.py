@@ -1,5 +1,6 @@
 """Run the barrier of a rank, and move the chunks of a collective over its links, as machine code.
 
+A barrier stands alone, or runs beside the chunks: ranks whose links are open move chunks before the last rank has come.
 Both are one call that releases the interpreter lock, sleeps while nothing moves, and returns after `CALL_NANOSECONDS`,
 or when the rank is woken, so that Python can check whether the peers live. The state lies in arrays, so the next call
 continues there. Joins are numpy's own loops (`numpy_arrays.loop_of`).
@@ -33,9 +34,9 @@ from collectives.tables.compiled import (
 TAKEN_NUMBERS = 955512967
 """A checksum of the numbers imported here: cached machine code depends on this file alone."""
 
-ENDED, WAITING, DIFFERS, PEER_ENDED, BROKEN, STRANGE, BY_PYTHON = range(7)
+ENDED, WAITING, DIFFERS, PEER_ENDED, BROKEN, STRANGE, BY_PYTHON, NOT_MET = range(8)
 """Results of a call: done; waiting; a peer calls another collective; a connection has ended; the system reports an
-error; an unexpected chunk came; a join is left to Python."""
+error; an unexpected chunk came; a join is left to Python; the barrier beside the chunks cannot end."""
 
 CALL_NANOSECONDS = 20_000_000
 """Nanoseconds after which a call returns in any case."""
@@ -65,6 +66,7 @@ BARRIER = np.dtype(
             "inbox",
             "shown",
             "rests",  # when the processor may be yielded again
+            "met_at",  # when all ranks had come
         ),
     ]
 )
@@ -190,7 +192,7 @@ def barrier(rounds: Numbers, frame: Records, polled: NDArray[np.int16]) -> Word:
     """Continue a barrier; return ``ENDED``, ``WAITING``, ``DIFFERS`` or ``PEER_ENDED``.
 
     `rounds` has for each of log2 N rounds the file descriptors of the connections to send on and to receive on.
-    `polled` has (3, 4) numbers, of the receiving connection, the sending one and the wakeup: the descriptor in two
+    `polled` has (3, 4) numbers, of the wakeup, the receiving connection and the sending one: the descriptor in two
     numbers, the awaited events, and the events.
     """
     state = frame[0]
@@ -198,11 +200,36 @@ def barrier(rounds: Numbers, frame: Records, polled: NDArray[np.int16]) -> Word:
     if state.round == 0 and state.sent == 0 and given > 0:
         _memcpy(state.outbox + LENGTH, state.source, given)
     began = now = _now(frame)
-    idle = began
+    idle, rounds_done = began, state.round
+    status = _advance_barrier(rounds, frame)
+    while status == WAITING:
+        now = _now(frame)
+        if now - began >= CALL_NANOSECONDS:
+            return WAITING
+        if state.round > rounds_done:
+            idle, rounds_done = now, state.round
+        if now >= state.rests and now - idle < YIELDING:
+            state.rests = _lend(frame, now)
+        elif _sleep_in_barrier(rounds, frame, polled, CALL_NANOSECONDS - (now - began)):
+            return WAITING
+        status = _advance_barrier(rounds, frame)
+    if status == ENDED and given > 0:
+        for rank in range(ranks):
+            place = (state.rank - rank) % ranks
+            _memcpy(state.shown + rank * 2 * SHOWABLE, state.outbox + LENGTH + place * given, given)
+    return status
+
+
+@compiled
+def _advance_barrier(rounds: Numbers, frame: Records) -> Word:
+    """Continue a barrier as far as its connections allow without a wait; return as `barrier`."""
+    state = frame[0]
+    moved = True
     while state.round < len(rounds):
-        distance = 1 << state.round
-        length = LENGTH + min(distance, ranks - distance) * given
+        if not moved:
+            return WAITING
         moved = False
+        length = _barrier_bytes(frame)
         if state.sent < length:
             done = _send(rounds[state.round, 0], state.outbox + state.sent, length - state.sent, SEND_FLAGS)
             if done < 0 and not _would_wait(frame):
@@ -220,41 +247,43 @@ def barrier(rounds: Numbers, frame: Records, polled: NDArray[np.int16]) -> Word:
         if state.got >= LENGTH and _memcmp(state.inbox, state.outbox, LENGTH) & 0xFFFFFFFF:
             return DIFFERS
         if state.sent == length and state.got == length:
-            _memcpy(state.outbox + LENGTH + distance * given, state.inbox + LENGTH, length - LENGTH)
+            held = (1 << state.round) * state.given
+            _memcpy(state.outbox + LENGTH + held, state.inbox + LENGTH, length - LENGTH)
             state.round += 1
             state.sent = state.got = 0
-            idle = _now(frame)
-        elif not moved:
-            now = _now(frame)
-            if now - began >= CALL_NANOSECONDS:
-                return WAITING
-            if now >= state.rests and now - idle < YIELDING:
-                state.rests = _lend(frame, now)
-            elif _sleep_in_barrier(rounds, frame, polled, length, CALL_NANOSECONDS - (now - began)):
-                return WAITING
-    if given > 0:
-        for rank in range(ranks):
-            place = (state.rank - rank) % ranks
-            _memcpy(state.shown + rank * 2 * SHOWABLE, state.outbox + LENGTH + place * given, given)
+            state.met_at = _now(frame)
+            moved = True
     return ENDED
 
 
 @compiled
-def _sleep_in_barrier(
-    rounds: Numbers, frame: Records, polled: NDArray[np.int16], length: Word, nanoseconds: Word
-) -> bool:
-    """Sleep until a connection is ready; return whether the rank was woken instead."""
+def _barrier_bytes(frame: Records) -> Word:
+    """Return the bytes of a message in the current round of a barrier."""
     state = frame[0]
-    connections = polled.view(np.int32)
-    connections[0, 0] = rounds[state.round, 1]
-    connections[1, 0] = rounds[state.round, 0]
-    polled[0, 2] = READ if state.got < length else 0
-    polled[1, 2] = WRITE if state.sent < length else 0
-    polled[2, 2] = READ
+    distance = 1 << state.round
+    return LENGTH + min(distance, state.ranks - distance) * state.given
+
+
+@compiled
+def _sleep_in_barrier(rounds: Numbers, frame: Records, polled: NDArray[np.int16], nanoseconds: Word) -> bool:
+    """Sleep until a connection is ready; return whether the rank was woken instead."""
+    _await_barrier(rounds, frame, polled, 1)
     polled[:, 3] = 0
     _poll(polled.ctypes.data, 3, nanoseconds // 1_000_000 + 1)
-    woken: bool = polled[2, 3] != 0
+    woken: bool = polled[0, 3] != 0
     return woken
+
+
+@compiled
+def _await_barrier(rounds: Numbers, frame: Records, polled: NDArray[np.int16], place: Word) -> None:
+    """Await the connections of a barrier's round, at two places of `polled`."""
+    state = frame[0]
+    connections = polled.view(np.int32)
+    length = _barrier_bytes(frame)
+    connections[place, 0] = rounds[state.round, 1]
+    connections[place + 1, 0] = rounds[state.round, 0]
+    polled[place, 2] = READ if state.got < length else 0
+    polled[place + 1, 2] = WRITE if state.sent < length else 0
 
 
 @compiled
@@ -269,26 +298,38 @@ def exchange(
     polled: NDArray[np.int16],
     times: Numbers,
     counts: Numbers,
+    rounds: Numbers,
+    meeting: Records,
 ) -> Word:
-    """Continue to send and receive the chunks of one rank.
+    """Continue to send and receive the chunks of one rank, and a barrier beside them.
 
-    Returns ``ENDED``, ``WAITING``, ``PEER_ENDED``, ``BROKEN``, ``STRANGE`` or ``BY_PYTHON``.
+    Returns ``ENDED`` once both have ended, ``WAITING``, ``PEER_ENDED``, ``BROKEN``, ``STRANGE``, ``BY_PYTHON``, or
+    ``NOT_MET`` if `barrier` has the reason.
 
     - `streams`: (S,) of `STREAM`; `links`: (L,) of `LINK`; `progress`: (S,) of `PROGRESS`; `frame`: one `EXCHANGE`.
     - `befores`: (B,) of `BEFORE`.
     - `kept`: the buffers in which arrived chunks wait, for each stream a ring.
     - `free`: the free buffers; the last one returned is taken first, for the cache.
-    - `polled`: (L + 1, 4), the wakeup and each link that has more to move (see `barrier`).
+    - `polled`: (L + 3, 4), the wakeup, each link that has more to move, and the barrier (see `barrier`).
     - `times`: (C, 2), for each arriving chunk when it began to arrive and when it was complete; or empty.
     - `counts`: (L, 2), bytes of chunks that this end of each link has sent or received, and of credits.
+    - `rounds`, `meeting`: the barrier as `barrier` takes it, without inputs; no rounds if the ranks have met.
     """
     state = frame[0]
     began = now = _now(frame)
     idle = False
     if state.kept_chunks > 0 and not _join_kept(streams, befores, links, progress, kept, free, frame, counts):
         return BY_PYTHON
-    while state.left > 0:
+    meets = meeting[0].round < len(rounds)
+    while state.left > 0 or meets:
         moved = False
+        if meets:
+            before = meeting[0].round
+            status = _advance_barrier(rounds, meeting)
+            if status not in (ENDED, WAITING):
+                return NOT_MET
+            meets = status == WAITING
+            moved = meeting[0].round > before
         for link in range(len(links)):
             if links[link].descriptor < 0 or links[link].left == 0:
                 continue
@@ -314,9 +355,10 @@ def exchange(
         if now - began >= CALL_NANOSECONDS:
             return WAITING
         if not moved and idle:
-            if now - state.touched < LINGERING and now >= state.rests:
+            lingers = YIELDING if meets else LINGERING
+            if now - state.touched < lingers and now >= state.rests:
                 state.rests = _lend(frame, now)
-            elif _sleep(links, polled, now, CALL_NANOSECONDS - (now - began)):
+            elif _sleep(links, polled, now, CALL_NANOSECONDS - (now - began), rounds, meeting):
                 return WAITING
         idle = not moved
     return ENDED
@@ -646,7 +688,14 @@ def _place(streams: Records, frame: Records, stream: Word, chunk: Word) -> Word:
 
 
 @compiled
-def _sleep(links: Records, polled: NDArray[np.int16], now: Word, nanoseconds: Word) -> bool:
+def _sleep(
+    links: Records,
+    polled: NDArray[np.int16],
+    now: Word,
+    nanoseconds: Word,
+    rounds: Numbers,
+    meeting: Records,
+) -> bool:
     """Sleep until something can move; return whether the rank was woken instead."""
     connections = polled.view(np.int32)
     count = 1
@@ -661,6 +710,9 @@ def _sleep(links: Records, polled: NDArray[np.int16], now: Word, nanoseconds: Wo
         connections[count, 0] = links[link].descriptor
         polled[count, 2] = WRITE if in_hand else READ
         count += 1
+    if meeting[0].round < len(rounds):
+        _await_barrier(rounds, meeting, polled, count)
+        count += 2
     polled[:count, 3] = 0
     _poll(polled.ctypes.data, count, (nanoseconds + 999_999) // 1_000_000)
     woken: bool = polled[0, 3] != 0
@@ -697,4 +749,6 @@ def compile_ahead() -> None:
     barrier_frame, frame, none = np.zeros(1, BARRIER), np.zeros(1, EXCHANGE), np.zeros(0, dtype=np.int64)
     with compiled_by_one(exchange):
         barrier(pairs, barrier_frame, polled)
-        exchange(streams, befores, links, progress, none, none, frame, polled, pairs, pairs)
+        exchange(
+            streams, befores, links, progress, none, none, frame, polled, pairs, pairs, pairs, barrier_frame
+        )

@@ -442,6 +442,7 @@ class TcpConnections:
         self.incoming: dict[Queue, socket.socket] = {}
         self.barrier_out: dict[int, socket.socket] = {}
         self.barrier_in: dict[int, socket.socket] = {}
+        self._ended_uses: dict[Queue, LinkUse] = {}  # of connections that were closed between calls
         self._wires = wires
         self._key = key
         self._lock = lock
@@ -503,20 +504,27 @@ class TcpConnections:
         return [one for one in found if one is not None]
 
     def uses(self) -> dict[Queue, LinkUse]:
-        """Return the traffic over each link from this rank so far."""
+        """Return the traffic over each link from this rank so far, with that of its earlier connections."""
         found = {queue: link_use(connection) for queue, connection in self.outgoing.items()}
-        return {queue: use for queue, use in found.items() if use is not None}
+        uses = dict(self._ended_uses)
+        for queue, use in found.items():
+            if use is not None:
+                before = self._ended_uses.get(queue, LinkUse(0, 0.0))
+                uses[queue] = LinkUse(before.nbytes + use.nbytes, before.busy + use.busy)
+        return uses
 
     def open_barrier(self, peer: int, timeout: float) -> None:
         """Open a connection of `barrier_out`; raise ConnectionError with a message for the caller."""
         self.barrier_out[peer] = self._connect((self.rank, peer, BARRIER), timeout)
 
-    def close_barrier(self) -> None:
-        """Close the barrier's connections; they may be opened again when all ranks have done so."""
+    def close_links(self) -> None:
+        """Close all connections, with what is under way on them; they may be opened again when all ranks have."""
+        self._ended_uses = self.uses()
         with self._lock:
-            connections = [*self.barrier_out.values(), *self.barrier_in.values()]
-            self.barrier_out.clear()
-            self.barrier_in.clear()
+            kept = (self.outgoing, self.incoming, self.barrier_out, self.barrier_in)
+            connections = [connection for some in kept for connection in some.values()]
+            for some in kept:
+                some.clear()
         for connection in connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

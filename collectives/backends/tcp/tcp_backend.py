@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from collectives.backends.backend import (
     Backend,
     Call,
+    CallArrivals,
     LinkShare,
     LinkUse,
     OneRank,
@@ -97,7 +99,8 @@ class TcpBackend(OneRank):
     """`Backend` of one rank over TCP; the other ranks are processes on this machine or others.
 
     Ranks agree on their first collective over the rendezvous and on the others in a `DisseminationBarrier`, which also
-    carries small inputs: every rank then adds them up by itself. A wires file says which connections are possible, so
+    carries small inputs: every rank then adds them up by itself. Chunks over open links move while ranks are missing in
+    the barrier; no rank has a result before all have come. A wires file says which connections are possible, so
     with one they always agree over the rendezvous; with it or a pace all data goes over the links of the plan.
 
     Helper ranks of a plan, devices that add and copy but have no arrays, are processes too, numbered behind the ranks.
@@ -130,6 +133,7 @@ class TcpBackend(OneRank):
     direct = False
     averages = False
     helpers: int
+    arrivals: CallArrivals
 
     def __init__(
         self,
@@ -178,6 +182,7 @@ class TcpBackend(OneRank):
         self._barrier_opened = False
         """Whether the barrier was opened: it is again after a collective was refused."""
         self._frame = np.zeros(FRAME, dtype=np.int64)
+        self.arrivals = CallArrivals()
         self._steps: list[TraceEvent] | None = None
         self._closed = False
         self._process = os.getpid()
@@ -346,8 +351,9 @@ class TcpBackend(OneRank):
         (memory,) = like.memory
         nbytes = (memory.given[1] - memory.given[0]) * like.itemsize
         began = time.monotonic_ns()
-        self._agree(about, lambda: self._collective_of(like), source, nbytes)
-        self._note_steps(like, began, time.monotonic_ns())
+        met = self._agree(about, lambda: self._collective_of(like), source, nbytes)
+        self.arrivals.add(met - began)
+        self._note_steps(like, began, met)
         scratch = self._scratch.of(ready.program.scratch_elements * like.itemsize)
         areas = scratch, scratch, self._barrier.shown
         work = None if buffers is None else RunMemory(buffers, areas)
@@ -364,10 +370,12 @@ class TcpBackend(OneRank):
     def _run_over_links(self, call: Call[Any]) -> None:
         """Run a collective over the links of the plan."""
         world, state = self._world, self._collective_of(call)
+        about, network = call.signature, self._network
 
         def advance() -> None:
-            state.connect(self._network.descriptor, paces)
-            state.go_on()
+            if state.status == WAITING:
+                state.connect(network.descriptor)
+                state.go_on()
             if state.status == WAITING:
                 self._wakeup.clear()
                 if self._probes is not None:
@@ -377,12 +385,18 @@ class TcpBackend(OneRank):
                 world.report(message, peer=peer, step=state.stops_at(peer), links=lost)
 
         state.begin(call, traced=self._steps is not None)
+        state.connect(network.descriptor)
+        # an open link was agreed on before: both ends know it, and nothing on it is older than the last refused call
+        at_once = state.connected and not self.helpers
         try:
             with self._waiting(state.waiting, state.stops_at):
                 began = time.monotonic_ns()
-                self._agree(call.signature, lambda: state, helped=self.helpers > 0 and call.table.helped)
-                met = time.monotonic_ns()
-                paces = self._open(call, state)
+                if not at_once:
+                    met = self._agree(about, lambda: state, helped=self.helpers > 0 and call.table.helped)
+                state.pace(self._open(call, state))
+                if at_once:
+                    met = self._agree(about, lambda: state, beside=state)
+                self.arrivals.add(met - began)
                 world.wait(
                     lambda: state.finished, timeout=self._timeout, moved=lambda: state.touched, pause=advance
                 )
@@ -501,20 +515,44 @@ class TcpBackend(OneRank):
         nbytes: int = 0,
         *,
         helped: bool = False,
-    ) -> None:
-        """Agree with all ranks on a collective, and exchange small inputs."""
+        beside: TcpCollective | None = None,
+    ) -> int:
+        """Agree with all ranks on a collective, and exchange small inputs, or move the chunks of one meanwhile.
+
+        Return when all ranks had come, in nanoseconds of the steady clock.
+        """
         barrier, world = self._barrier, self._world
         if self.rank >= self.size:
-            return  # the ranks have agreed before a helper follows
+            return time.monotonic_ns()  # the ranks have agreed before a helper follows
         if barrier is None:
-            world.agree(signature, timeout=self._timeout, helped=helped)
+            if beside is None:
+                world.agree(signature, timeout=self._timeout, helped=helped)
+            else:
+                world.agree(
+                    signature,
+                    timeout=self._timeout,
+                    moved=lambda: beside.touched,
+                    pause=partial(self._move_beside, beside),
+                )
+            met = time.monotonic_ns()
             self._open_barrier(self._timeout)
-            return
+            return met
         world.meet()
-        status = barrier.begin(signature.pack(), source, nbytes)
+        barrier.begin(signature.pack(), source, nbytes)
+        go_on = barrier.go_on if beside is None else partial(beside.meet, barrier)
+        status = go_on()
         if status != ENDED:
-            self._finish_barrier(barrier, signature, state, status)
+            self._finish_barrier(barrier, signature, state, status, go_on)
         world.met += 1
+        return barrier.met_at
+
+    def _move_beside(self, state: TcpCollective) -> bool:
+        """Move chunks until the rank is woken; return False if there is nothing to move before all have come."""
+        if state.status == WAITING:
+            state.go_on()
+        if state.status == WAITING:
+            self._wakeup.clear()
+        return state.status == WAITING
 
     def _finish_barrier(
         self,
@@ -522,6 +560,7 @@ class TcpBackend(OneRank):
         signature: Signature,
         state: Callable[[], TcpCollective],
         status: int,
+        go_on: Callable[[], int],
     ) -> None:
         """Continue a barrier at which not all ranks have arrived at once, or raise why it cannot end."""
         world = self._world
@@ -541,7 +580,7 @@ class TcpBackend(OneRank):
         def advance() -> None:
             nonlocal status
             if status == WAITING:
-                status = barrier.go_on()
+                status = go_on()
                 self._wakeup.clear()
             if status != ENDED and (status != WAITING or time.monotonic() - begun > LATE):
                 miss()
@@ -745,9 +784,11 @@ class TcpBackend(OneRank):
         try:
             yield
         except RefusedError:
-            # some ranks may have sent half of their notes, so all of them open the barrier anew
+            # some ranks may have sent half of their notes or chunks, so all of them open all connections anew
             self._barrier = None
-            self._network.close_barrier()
+            self._network.close_links()
+            self._collectives.clear()
+            self._dropped.clear()
             raise
         except BaseException as error:
             if not isinstance(error, BackendError):

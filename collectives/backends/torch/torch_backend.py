@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from collectives.backends.backend import Backend, Call, OneRank, RankArrays
+from collectives.backends.backend import Backend, Call, CallArrivals, OneRank, RankArrays
 from collectives.backends.stepped_program import (
     SCRATCH,
     VECTOR,
@@ -214,6 +214,7 @@ class TorchBackend(OneRank):
 
     name = "torch"
     arrays: TorchArrays
+    arrivals: CallArrivals
     direct = False
     averages = False
 
@@ -244,6 +245,7 @@ class TorchBackend(OneRank):
             self._wires["cuda"] = NcclMessages(carrier_of(self._group), gpu, timeout=timeout)
         self._scratch: dict[str, torch.Tensor] = {}
         self._timeout = timeout
+        self.arrivals = CallArrivals()
         self._owned = False
         self.about_engine = ""
         self._world, self._close_rendezvous = self._meet()
@@ -299,7 +301,7 @@ class TorchBackend(OneRank):
         kind, signature = memory.source.device.type, call.signature
         if len(self._wires) > 1:
             signature = replace(signature, dtype=f"{signature.dtype} on {kind}")
-        self._world.agree(signature, timeout=self._timeout)
+        self.arrivals.add(self._agree_timed(signature))
         wires = self._wires[kind]
         steps = program(call.table, memory.rank, memory.given, memory.block, call.itemsize, ahead=wires.ahead)
         joined = None if call.op is None else join_function(call.op, memory.source)

@@ -51,10 +51,12 @@ def add_options(parser: arguments.OneLineParser) -> None:
         --runs N          runs of each schedule and size (default: 3)
         --drop A-B=F      after --runs runs of the first schedule and size, slow a link to this part of its rate, such
                           as gpu0-gpu3=0.1, or cut it (=0), until the ranks have replanned; may be repeated
+        --late RANK=SECONDS  begin each run so many seconds behind the others on a rank, such as 3=2.5; may be repeated
         """,
         schedules=_parse_schedules,
         runs={"type": arguments.whole_number(1, 1000, "whole number from 1 to 1000"), "default": "3"},
         drop={"type": _parse_drop, "action": "append"},
+        late={"type": arguments.late_rank, "action": "append"},
     )
     rare = parser.topic("testbed")
     arguments.declare(
@@ -107,7 +109,10 @@ def run(options: argparse.Namespace) -> Answer:
         used = {name for plan in plans.values() for name in plan.channels}
         links = [link for link in first.topology.links if link.channel in used] or first.topology.links
         scale = scale_for_link(links, options.gbit_per_link)
+    late = arguments.late_seconds(options.late)
     if options.drop:
+        if late:
+            raise UsageError("--late and --drop are two test beds; leave one out")
         return _run_drop(options, first, scale)
     with progress_line("building the network") as progress:
         outcome = run_testbed(
@@ -117,6 +122,7 @@ def run(options: argparse.Namespace) -> Answer:
             runs=options.runs,
             chunk_bytes=options.chunk,
             headroom=options.headroom,
+            late=late,
             progress=progress,
         )
     notes = list(dict.fromkeys(note for plan in plans.values() for note in plan_notes(plan)))

@@ -106,13 +106,15 @@ def _run_schedule(job: SandboxJob, schedule: ScheduledPlan, number: int, *, plac
     with Communicator(
         plan, backend, chunk_bytes=job.chunk_bytes, on_failure=job.on_failure, on_slow=on_slow
     ) as communicator:
-        _run_once(communicator, plan, min(WARM_UP_BYTES, *job.sizes), job.chunk_bytes)
+        for nbytes in (min(WARM_UP_BYTES, *job.sizes), *(job.sizes if job.late else ())):
+            _run_once(communicator, plan, nbytes, job.chunk_bytes)
         if job.drop or job.cut:
             _run_dropping(job, communicator, plan, number)
             return
         for size, nbytes in enumerate(job.sizes):
             for run in range(job.runs):
-                start, seconds, wrong = _run_once(communicator, plan, nbytes, job.chunk_bytes)
+                late = dict(job.late).get(rank, 0.0)
+                start, seconds, wrong = _run_once(communicator, plan, nbytes, job.chunk_bytes, late=late)
                 times = {"start": start, "seconds": seconds, "wrong": wrong}
                 _write_record(rank=rank, schedule=number, size=size, run=run, **times)
 
@@ -157,11 +159,12 @@ def _cut(job: SandboxJob) -> None:
 
 
 def _run_once(
-    communicator: Communicator, plan: Plan, nbytes: int, chunk_bytes: int
+    communicator: Communicator, plan: Plan, nbytes: int, chunk_bytes: int, *, late: float = 0.0
 ) -> tuple[float, float, int]:
     """Return the agreed start, seconds from there to this rank's end, and wrong elements.
 
-    A failure that the communicator raises is recovered by `Communicator.shrink`, and the run is repeated.
+    The rank begins `late` seconds behind the start. A failure that the communicator raises is recovered by
+    `Communicator.shrink`, and the run is repeated.
     """
     rank, ranks = communicator.ranks[0], communicator.size
     count = element_count(plan, nbytes)
@@ -174,7 +177,7 @@ def _run_once(
     lower(plan, whole, chunk_elements=max(1, chunk_bytes // ITEMSIZE))
     said = communicator._gather_texts(repr(time.monotonic()))
     start = max(map(float, said)) + START_DELAY
-    time.sleep(max(0.0, start - time.monotonic()))
+    time.sleep(max(0.0, start + late - time.monotonic()))
     try:
         result = method(mine)
     except BackendError as error:

@@ -45,7 +45,7 @@ from topoplan.interrupts import raise_if_interrupted
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Link
 from topoplan.machine.variants import find_links
-from topoplan.model.closed_form import simulate
+from topoplan.model.closed_form import check_late, simulate
 from topoplan.model.event_simulation import run_events
 from topoplan.plans.plan import Plan
 from topoplan.units import format_size
@@ -154,6 +154,7 @@ def run_testbed(
     chunk_bytes: int = 128 << 10,
     timeout: float = 30.0,
     headroom: float | None = None,
+    late: Mapping[int, float] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ShapedRunOutcome:
     """Build the network that some plans cross, measure its links, and run each plan at each size.
@@ -162,13 +163,15 @@ def run_testbed(
     its bandwidth, by default one that two processor cores keep up with. ``runs`` are timed runs of each schedule and
     size; ``chunk_bytes`` is the longest piece that moves at once; a rank waits ``timeout`` seconds for the next step.
     With ``headroom``, every schedule is run again with each connection paced at this part of its share of the links,
-    and heartbeats are sent beside the data of both. ``progress`` gets a line of text now and then.
+    and heartbeats are sent beside the data of both. Ranks in ``late`` begin each run so many seconds behind the others,
+    which counts in its time. ``progress`` gets a line of text now and then.
 
     ProbeError: this machine does not let users build networks, or tools are missing. UsageError: the plans do not fit
     together, the network is too large or too slow, or the memory too small. BackendError: a rank failed. No process or
     network outlives this process (`collectives.lab.testbed.sandbox`).
     """
     _check_plans(plans)
+    check_late(late or {}, len(next(iter(plans.values())).ranks))
     check_memory(max(sizes), len(next(iter(plans.values())).ranks), arrays=ARRAYS)
     flows = {name: crossed_links(plan) for name, plan in plans.items()}
     together: dict[PlanFlow, Sequence[Link]] = {
@@ -204,6 +207,7 @@ def run_testbed(
         else tuple(
             HeartbeatWire(wire.flow.source, wire.flow.destination, *wire.addresses) for wire in network.wires
         ),
+        late=tuple(sorted((late or {}).items())),
     )
     report = run_job(job, progress)
     return ShapedRunOutcome(
@@ -218,7 +222,7 @@ def run_testbed(
                 schedule=name,
                 nbytes=nbytes,
                 line_seconds=nbytes / (plans[name].rate * chosen * 1e9),
-                predicted=predicted(slowed_plan(plans[name], chosen), nbytes, chunk_bytes, part),
+                predicted=predicted(slowed_plan(plans[name], chosen), nbytes, chunk_bytes, part, late),
                 runs=report.seconds(number, place),
                 wrong=report.wrong(number, place),
                 headroom=part,
@@ -231,14 +235,23 @@ def run_testbed(
     )
 
 
-def predicted(plan: Plan, nbytes: int, chunk_bytes: int, headroom: float | None = None) -> float:
-    """Return the seconds of the event simulation, in which chunks wait for each other; of the closed form if they are
-    too many.
+def predicted(
+    plan: Plan,
+    nbytes: int,
+    chunk_bytes: int,
+    headroom: float | None = None,
+    late: Mapping[int, float] | None = None,
+) -> float:
+    """Return the seconds of the event simulation, in which chunks wait for each other; of the closed form, after the
+    latest rank, if they are too many.
     """
     try:
-        return run_events(plan, nbytes=nbytes, chunk_bytes=chunk_bytes, headroom=headroom).seconds
+        return run_events(plan, nbytes=nbytes, chunk_bytes=chunk_bytes, headroom=headroom, late=late).seconds
     except UsageError:
-        return simulate(plan, nbytes=nbytes, chunk_bytes=chunk_bytes).seconds
+        return (
+            max((late or {}).values(), default=0.0)
+            + simulate(plan, nbytes=nbytes, chunk_bytes=chunk_bytes).seconds
+        )
 
 
 def _check_plans(plans: Mapping[str, Plan]) -> None:

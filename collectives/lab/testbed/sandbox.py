@@ -280,7 +280,7 @@ class SandboxJob:
     are wires with heartbeats. ``drop`` holds commands for tc in each namespace after ``runs`` runs, empty if no link
     becomes slower; then ``most_dropped`` are the most runs until the ranks judge a link slow. ``cut`` holds those for
     ip, in the middle of a run, if a link is lost; the communicators have ``on_failure``. ``meeting`` is the address of
-    rank 0 at which the ranks meet, empty for a path.
+    rank 0 at which the ranks meet, empty for a path. ``late`` are ranks that begin each run later, and the seconds.
     """
 
     commands: NetworkCommands
@@ -297,6 +297,7 @@ class SandboxJob:
     cut: dict[str, tuple[str, ...]] = field(default_factory=dict)
     on_failure: str = "raise"
     meeting: str = ""
+    late: tuple[tuple[int, float], ...] = ()
 
     def to_json(self) -> str:
         """Return one line of JSON."""
@@ -332,6 +333,7 @@ class SandboxJob:
             cut={name: tuple(lines) for name, lines in given["cut"].items()},
             on_failure=given["on_failure"],
             meeting=given["meeting"],
+            late=tuple((rank, seconds) for rank, seconds in given["late"]),
         )
 
 

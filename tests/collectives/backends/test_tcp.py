@@ -42,6 +42,7 @@ from collectives.training.exchange_settings import TopK
 from collectives.training.gradient_synchronizer import GradientSynchronizer
 from tests.support.hand_plans import SHAPES, forest_plan, plan_of, three_phase_plan
 from tests.support.tcp_jobs import (
+    SECONDS,
     backends_in_threads,
     call,
     given_to,
@@ -337,6 +338,70 @@ def test_time_in_which_a_rank_did_not_run_is_not_time_without_an_answer() -> Non
     assert found is not None
     assert found >= ANSWER_SECONDS
     probes.close()
+
+
+def arrived(backend: TcpBackend) -> int:
+    """The bytes that have come to a rank over all its links."""
+    return sum(one.data for one in backend._link_counts() if one.link[1] == backend.rank)
+
+
+@pytest.mark.parametrize("wires", [None, wires_of(ring_wires(3))], ids=["barrier", "rendezvous"])
+def test_chunks_over_open_links_move_before_the_last_rank_has_come(wires: Any) -> None:
+    """Rank 2 begins once rank 0 has bytes of rank 1 in this call, and all results are right."""
+    plan = topoplan.plan("dgx-spark-x3")
+    moved = threading.Event()
+
+    def body(backend: TcpBackend, rank: int) -> list[float]:
+        with Communicator(plan, backend, chunk_bytes=1 << 12) as comm:
+            given = np.full(1 << 14, rank + 1.0)
+            comm.all_reduce(given)
+            comm._gather_texts("all links are open")
+            before = arrived(backend)
+            if rank == 2:
+                assert moved.wait(SECONDS)
+                return [*np.unique(comm.all_reduce(given))]
+            handle = comm.all_reduce(given, async_op=True)
+            if rank == 0:
+                while arrived(backend) == before and not handle.done():
+                    time.sleep(0.001)
+                assert not handle.done()
+                moved.set()
+            return [*np.unique(handle.wait())]
+
+    assert backends_in_threads(3, body, wires=wires) == [[6.0]] * 3
+
+
+@pytest.mark.parametrize("wires", [None, wires_of(ring_wires(3))], ids=["barrier", "rendezvous"])
+def test_chunks_of_a_refused_call_are_dropped(wires: Any) -> None:
+    """Ranks 0 and 1 have exchanged some when rank 2 calls another reduction: all raise, and later calls are right."""
+    plan = topoplan.plan("dgx-spark-x3")
+    moved = [threading.Event() for _ in range(3)]
+
+    def body(backend: TcpBackend, rank: int) -> list[Any]:
+        found: list[Any] = []
+        with Communicator(plan, backend, chunk_bytes=1 << 12) as comm:
+            given = np.full(1 << 14, rank + 1.0)
+            for turn in range(3):
+                comm.all_reduce(given)
+                comm._gather_texts("all links are open")
+                before, out = arrived(backend), np.zeros_like(given)
+                if rank == 2:
+                    assert moved[turn].wait(SECONDS)
+                handle = comm.all_reduce(given, op="max" if rank == 2 else "sum", out=out, async_op=True)
+                if rank == 0:
+                    while arrived(backend) == before and not handle.done():
+                        time.sleep(0.001)
+                    moved[turn].set()
+                with pytest.raises(RefusedError, match="rank 2 runs another collective: op 'max'"):
+                    handle.wait()
+                found += [*np.unique(out), *np.unique(comm.all_reduce(given))]
+            comm._gather_texts("all have ended")
+            return [found, {one.link: one.data for one in backend._link_counts()}]
+
+    results = backends_in_threads(3, body, wires=wires)
+    assert [one[0] for one in results] == [[0.0, 6.0] * 3] * 3
+    for link in results[0][1]:
+        assert results[link[0]][1][link] == results[link[1]][1][link]
 
 
 def test_ranks_count_the_bytes_of_both_ends_of_their_links() -> None:

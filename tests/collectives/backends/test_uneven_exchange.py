@@ -151,6 +151,37 @@ def test_an_out_for_new_counts_is_taken_where_this_rank_assumes_the_old_ones(bac
     on_ranks(body, backend)
 
 
+def test_repeated_counts_run_cached_and_other_arrays_take_the_long_way() -> None:
+    """Shared memory: counts in turn, results given or not, strides, an odd address, and a result in the input."""
+    turns = [draw(1, 9), draw(2, 9), draw(1, 9), draw(2, 9), draw(1, 9)]
+
+    def body(comm: Communicator, rank: int) -> tuple[int, int]:
+        wrong = 0
+        for rows in turns:
+            arrays = inputs(rows)
+            wanted, mine, sent = exchanged(arrays, rows)[rank], arrays[rank], rows[rank]
+            strided = np.zeros((len(mine), 2), np.float32)
+            strided[:, 0] = mine
+            odd = np.frombuffer(bytearray(4 * len(mine) + 1), np.uint8)[1:].view(np.float32)
+            odd[:] = mine
+            both = np.zeros(len(mine) + len(wanted), np.float32)
+            both[: len(mine)] = mine
+            out = np.full_like(wanted, -1)
+            wrong += comm.all_to_all_v(mine, sent, out=out) is not out
+            for array, target in (
+                (mine, None),
+                (mine, out),
+                (strided[:, 0], None),
+                (odd, None),
+                (both[: len(mine)], both[: len(wanted)]),
+            ):
+                result = comm.all_to_all_v(array, sent, out=target)
+                wrong += not np.array_equal(result, wanted)
+        return wrong, len(comm._members.present[0]._cached_uneven)
+
+    assert on_ranks(body, "shared") == [(0, 2)] * RANKS
+
+
 def test_the_kind_of_known_counts_outlives_those_of_other_communicators() -> None:
     """Ranks find their plans by it, and one of them may serve more communicators than the others."""
     shape = ("float32", 4, (), ((1, 2), (0, 5)), (0, 1))

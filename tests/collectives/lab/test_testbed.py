@@ -367,6 +367,22 @@ def test_ranks_plan_around_a_link_that_falls(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.thorough
 @needs_namespaces
+def test_a_rank_that_is_held_back_counts_in_the_prediction_and_in_the_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--sizes", "256KB", "--scale", "0.001", "--runs", "1", "--schedules", "trees", "--json"]
+    seconds = {}
+    for late in ([], ["--late", "1=0.5"]):
+        assert main(["testbed", "mac-tb5-x4", *options, *late]) == 0
+        (shown,) = json.loads(capsys.readouterr().out)["rows"]
+        assert shown["wrong"] == 0
+        seconds[bool(late)] = shown["predicted"], shown["seconds"]
+    assert seconds[True][0] > 0.5 > seconds[False][0]
+    assert seconds[True][1] > 0.5
+
+
+@pytest.mark.thorough
+@needs_namespaces
 def test_ranks_go_on_without_a_cable_that_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
     """In the middle of a run, over a cable that the first plan leaves idle: every element is right."""
     options = ["--sizes", "256KB", "--scale", "0.001", "--runs", "2", "--json"]
@@ -505,6 +521,9 @@ def test_a_machine_that_refuses_namespaces_says_so_in_one_line(tmp_path: Path) -
         (["dgx-1v", "--scale", "0"], "must be a number above zero, such as 1e-3, got '0'"),
         (["dgx-1v", "--runs", "-1"], "must be a whole number from 1 to 1000, got '-1'"),
         (["dgx-1v", "--scale", "1", "--gbit-per-link", "1"], "--gbit-per-link does not go with --scale"),
+        (["dgx-1v", "--late", "1"], "must be a rank with its seconds, such as 3=0.02, got '1'"),
+        (["dgx-1v", "--late", "9=1"], "a late rank must be 0 to 7, got 9"),
+        (["dgx-1v", "--late", "1=1", "--drop", "gpu0-gpu3=0.1"], "--late and --drop are two test beds"),
         (["dgx-1v", "--drop", "gpu0-gpu3"], "such as gpu0-gpu3=0.1, got 'gpu0-gpu3'"),
         (["dgx-1v", "--drop", "gpu0-gpu3=1"], "must be a part of a rate below 1, such as 0.1, got '1'"),
         (["dgx-1v", "--gpus", "0,1", "--drop", "gpu0-gpu3=0.1"], "dgx-1v has no device 'gpu3'"),
