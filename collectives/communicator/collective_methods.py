@@ -263,7 +263,8 @@ class SparseCollectives(ABC):
             Factor of the momentum correction; 0 for none.
         exchange : str
             "auto" takes the fastest by the model (see `explain`): "dense" sums everything, including the residual;
-            "pairs" gathers the selected entries; "servers" sums inside servers and exchanges entries between them;
+            "pairs" gathers the selected entries; "hashed" sums each entry on the rank that a hash of its index gives,
+            and gathers the sums; "servers" sums inside servers and exchanges entries between them;
             "tree" and "balanced" sum entries on trees and select again on the way.
         wire : WireFormat, optional
             Encoding of the entries: packed indices, values of fewer bits. By default none.

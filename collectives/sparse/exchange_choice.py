@@ -1,4 +1,4 @@
-"""Check the arguments of a sparse allreduce, and choose its exchange by the model: dense, or one of four for entries.
+"""Check the arguments of a sparse allreduce, and choose its exchange by the model: dense, or one of five for entries.
 
 An allreduce of d elements of b bytes sends 2 (N - 1) / N d b bytes over each link of a ring, gathering k entries of b
 + i bytes from each of N ranks (N - 1) k (b + i): so on a ring entries win below a density k / d of 2 b / (N (b + i)).
@@ -30,13 +30,14 @@ from collectives.backends.request import check_inputs, check_outputs
 from collectives.peers.control_plane import shape_text
 from collectives.sparse.entry_arrays import entry_count, message_bytes, place_bytes
 from collectives.sparse.exchanges import RoundRunner
+from collectives.sparse.hashed_owners import OwnedMessages
 from collectives.sparse.selection.error_feedback import checked_density
 from topoplan.errors import InfeasibleError, RefusedError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.model.closed_form import simulate
 from topoplan.model.dataflow import LAUNCH, device_kinds, link_latency
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import ALL_TO_ALL, Plan
 from topoplan.plans.verify import verify
 from topoplan.schedules.low_latency import lowest_tree, one_hop_plan
 from topoplan.schedules.sparse_plan import sparse_servers, sparse_trees
@@ -45,7 +46,10 @@ from topoplan.units import exact, format_size
 if TYPE_CHECKING:
     from collectives.sparse.codec import WireFormat
 
-EXCHANGES = ("auto", "dense", "pairs", "servers", "tree", "balanced")
+EXCHANGES = ("auto", "dense", "pairs", "hashed", "servers", "tree", "balanced")
+
+GATHERS = ("pairs", "hashed")
+"""Exchanges of entries by dense collectives, without a sparse plan."""
 
 TREES = ("tree", "balanced")
 """Exchanges of entries on trees."""
@@ -62,12 +66,13 @@ class SparseExplanation:
     """The exchange of a gradient, and its reason.
 
     `exchange` is "dense": residual and gradient are summed as a whole; "pairs": the entries of all ranks are gathered;
-    "servers": gradients are summed inside servers, and entries exchanged between them; "tree": entries are summed and
-    selected again on the way up one low tree; or "balanced": the same on many trees, each for its part. `entries` are
-    those of every rank, or with "servers" of every server, approximate if shards select for themselves; `pairs_bytes`
-    those of the gathered messages of all ranks, with padding. `seconds` are model times: for "auto" of all exchanges of
-    this machine if it comes from `explain`, of exchanges that no lower bound rules out if it comes from a call; else of
-    the named one. `plan` runs, unless entries are gathered: that of the allreduce, or the sparse plan.
+    "hashed": owners by a hash of the index sum entries, and their sums are gathered; "servers": gradients are summed
+    inside servers, and entries exchanged between them; "tree": entries are summed and selected again on the way up one
+    low tree; or "balanced": the same on many trees, each for its part. `entries` are those of every rank, or with
+    "servers" of every server, approximate if shards select for themselves; `pairs_bytes` those of the gathered messages
+    of all ranks, with padding. `seconds` are model times: for "auto" of all exchanges of this machine if it comes from
+    `explain`, of exchanges that no lower bound rules out if it comes from a call; else of the named one. `plan` runs,
+    unless entries are gathered or sent to hashed owners: that of the allreduce, or the sparse plan.
     """
 
     exchange: str
@@ -102,6 +107,7 @@ class ExchangeTimes:
         self._nbytes = asked.size * np.dtype(asked.dtype).itemsize
         message = message_bytes(self._entries, size=asked.size, dtype=asked.dtype, wire=asked.wire)
         self._gathered = plans.ranks * place_bytes(message)
+        self._owned = OwnedMessages(asked.size, asked.dtype, asked.wire).expected(self._entries, plans.ranks)
         self._sparse = self._entries < asked.size
         self._seconds: dict[str, float] = {}
         self._least: dict[str, float] = {}
@@ -111,17 +117,28 @@ class ExchangeTimes:
         if check_exchange(self._asked.exchange) != "auto":
             return self.choose()
         for name in ("dense", "pairs", *self._plans.possible(self._share)):
-            self._time(name)
+            if name != "hashed" or self._asked.on_host:
+                self._time(name)
         return self._explanation(choose_exchange(self._seconds, sparse=self._sparse))
 
     def choose(self) -> SparseExplanation:
         """Return the exchange, by the times of exchanges that may be the fastest."""
         named = check_exchange(self._asked.exchange)
+        if named == "hashed" and not self._asked.on_host:
+            raise UsageError(
+                "exchange 'hashed' needs gradients on the host, got gradients on a GPU; use pairs or auto"
+            )
         if named != "auto":
             self._time(named)
             return self._explanation(named)
         self._time("dense")
-        left = self._plans.least_seconds(self._share, self._nbytes, self._gathered) if self._sparse else {}
+        left = (
+            self._plans.least_seconds(self._share, self._nbytes, self._gathered, self._owned)
+            if self._sparse
+            else {}
+        )
+        if not self._asked.on_host:
+            left.pop("hashed", None)
         while left and min(left.values()) <= min(self._seconds.values()):
             name = min(left, key=left.__getitem__)
             del left[name]
@@ -136,13 +153,15 @@ class ExchangeTimes:
         return name == "pairs" or (not beside_servers and self._plans.has(name, self._share))
 
     def _time(self, name: str) -> None:
-        self._seconds[name] = self._plans.seconds(name, self._share, self._nbytes, self._gathered)
+        self._seconds[name] = self._plans.seconds(
+            name, self._share, self._nbytes, self._gathered, self._owned
+        )
 
     def _explanation(self, chosen: str) -> SparseExplanation:
         plan = None
         if chosen == "dense":
             plan = self._plans.dense("allreduce", self._nbytes)
-        elif chosen != "pairs":
+        elif chosen not in GATHERS:
             plan = self._plans.runner(chosen, self._share).plan
         return SparseExplanation(chosen, self._entries, self._gathered, self._reason(), self._seconds, plan)
 
@@ -151,6 +170,7 @@ class ExchangeTimes:
         names = {
             "pairs": f"{self._entries} of {self._asked.size} entries of each of {self._plans.ranks} ranks, {gathered}",
             "dense": f"the whole gradient, {format_size(self._nbytes)}, takes",
+            "hashed": "hashed owners",
             "servers": "three phases over servers",
             "tree": "one tree",
             "balanced": "balanced trees",
@@ -181,7 +201,7 @@ def choose_exchange(seconds: Mapping[str, float], *, sparse: bool) -> str:
     >>> choose_exchange({"dense": 2.0, "pairs": 1.0, "servers": 0.5}, sparse=True)
     'servers'
     """
-    rivals = EXCHANGES[:4] if "servers" in seconds else EXCHANGES
+    rivals = EXCHANGES[:-2] if "servers" in seconds else EXCHANGES
     return min((name for name in rivals if name in seconds), key=seconds.__getitem__) if sparse else "dense"
 
 
@@ -252,7 +272,7 @@ class SparsePlans:
 
     def possible(self, entries: Fraction) -> tuple[str, ...]:
         """Return the exchanges that have a plan on this machine; ``entries`` as in `runner`."""
-        return tuple(name for name in ("servers", *TREES) if self.has(name, entries))
+        return tuple(name for name in ("hashed", "servers", *TREES) if self.has(name, entries))
 
     def has(self, exchange: str, entries: Fraction) -> bool:
         """Return whether this machine has an exchange, which is then planned; ``entries`` as in `runner`."""
@@ -269,19 +289,38 @@ class SparsePlans:
             raise UsageError(f"no exchange {exchange!r} here: {missing}; use {others}")
         return self._runners[exchange, entries]
 
-    def seconds(self, exchange: str, entries: Fraction, nbytes: int, gathered: int) -> float:
-        """Return the model time of an exchange for a gradient of so many bytes, and messages of so many together."""
+    def seconds(
+        self, exchange: str, entries: Fraction, nbytes: int, gathered: int, owned: tuple[int, int]
+    ) -> float:
+        """Return the model time of an exchange for a gradient of so many bytes, and messages of so many together.
+
+        `owned` are the bytes of a block to a hashed owner and of the owner's message (`OwnedMessages.expected`).
+        """
+        if exchange == "hashed":
+            if missing := self._missing(exchange, entries):
+                raise UsageError(f"no exchange 'hashed' here: {missing}; use dense or pairs")
+            ranks, (block, length) = self.ranks, owned
+            sizes = [
+                ("allgather", ranks * place_bytes(8 * ranks)),
+                (ALL_TO_ALL, ranks * block),
+                ("allgather", ranks * place_bytes(8)),
+                ("allgather", ranks * length),
+            ]
+            return sum(simulate(self.dense(name, size), nbytes=size).seconds for name, size in sizes)
         nbytes = gathered if exchange == "pairs" else nbytes
         collective = {"dense": "allreduce", "pairs": "allgather"}.get(exchange)
         plan = self.dense(collective, nbytes) if collective else self.runner(exchange, entries).plan
         return simulate(plan, nbytes=nbytes).seconds
 
-    def least_seconds(self, entries: Fraction, nbytes: int, gathered: int) -> dict[str, float]:
+    def least_seconds(
+        self, entries: Fraction, nbytes: int, gathered: int, owned: tuple[int, int]
+    ) -> dict[str, float]:
         """Return lower bounds of the model times of exchanges of entries, without a plan; arguments as `seconds`.
 
         Every round takes a launch, a start-up, and the bytes that must enter or leave a server over its capacity; with
         one server, or one rank on each, a rank stands for a server. Of G servers, all but one receive what is gathered
-        from the others (pairs), the entries of G - 1 others (servers), or the sums (trees), which G - 1 have sent up.
+        from the others (pairs), what they push to its owners and what theirs send (hashed), the entries of G - 1 others
+        (servers), or the sums (trees), which G - 1 have sent up.
         """
         if self.ranks == 1:
             return {"pairs": 0.0}
@@ -291,6 +330,11 @@ class SparsePlans:
         bounds = {
             "pairs": start
             + max(gathered * part / into for part, into in zip(outside, cuts.into, strict=True)),
+            "hashed": 4 * start
+            + max(
+                self.ranks * part * (owned[1] + members * owned[0]) / into
+                for part, into, members in zip(outside, cuts.into, cuts.members, strict=True)
+            ),
             "servers": start + 2 * LAUNCH + packed * others / min(cuts.into),
             "tree": 2 * start + packed * (1 / max(cuts.into) + 1 / max(cuts.out)),
             "balanced": 2 * start + packed * others * (1 / sum(cuts.into) + 1 / sum(cuts.out)),
@@ -311,6 +355,9 @@ class SparsePlans:
             self._absent[exchange] = self._reason(exchange)
         if not self._absent[exchange] and (exchange, entries) not in self._runners:
             try:
+                if exchange == "hashed":
+                    self.dense(ALL_TO_ALL, NOMINAL)
+                    return ""
                 made = self._plan(exchange, entries)
             except RefusedError:
                 raise
@@ -347,7 +394,8 @@ class SparsePlans:
                 if 1 < servers < ranks
                 else f"it is for several servers with several ranks, not {servers} for {ranks}"
             )
-        if len(self._execution.channels) > 1 and "network" not in self._execution.channels:
+        channels = self._execution.channels
+        if exchange != "hashed" and len(channels) > 1 and "network" not in channels:
             return "the buffer is divided between channels"
         return "" if ranks <= MOST_RANKS else f"it is looked for up to {MOST_RANKS} ranks"
 
@@ -382,7 +430,7 @@ class SparseRequest:
     """A sparse allreduce with valid arguments.
 
     `inputs` and `outputs` are by rank of this process. `size` is in elements; `dtype` is that of residuals and
-    messages.
+    messages. `on_host` says that the gradients are not on a GPU.
     """
 
     inputs: list[Any]
@@ -397,11 +445,12 @@ class SparseRequest:
     key: str
     momentum: float
     loss_scale: float
+    on_host: bool = True
 
     @property
     def kind(self) -> tuple[object, ...]:
         """The fields that determine the exchange."""
-        return self.size, self.dtype, self.density, self.exchange, self.wire
+        return self.size, self.dtype, self.density, self.exchange, self.wire, self.on_host
 
     @property
     def entry_share(self) -> Fraction:
@@ -463,7 +512,19 @@ def sparse_request(
         size *= length
     kept = "float64" if dtype == "float64" else "float32"
     return SparseRequest(
-        inputs, outputs, op, shape, size, kept, density, exchange, wire, key, momentum, float(loss_scale)
+        inputs,
+        outputs,
+        op,
+        shape,
+        size,
+        kept,
+        density,
+        exchange,
+        wire,
+        key,
+        momentum,
+        float(loss_scale),
+        library.gpu(inputs[0]) is None,
     )
 
 

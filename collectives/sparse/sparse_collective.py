@@ -31,9 +31,11 @@ from collectives.sparse.exchanges import (
     TreeExchange,
     part_borders,
 )
+from collectives.sparse.hashed_owners import HashedExchange, OwnedMessages
 from collectives.sparse.residuals import Residuals, ResidualSnapshot, finite_residual
 from collectives.tables.numpy_arrays import LIMITS, ArrayLibrary
 from topoplan.errors import UsageError
+from topoplan.plans.plan import ALL_TO_ALL
 from topoplan.plans.shards import shard_bounds
 
 LINES = ("residual", "velocity")  # arrays of a residual's state
@@ -271,11 +273,21 @@ class SparseCollective:
             )
         if exchange == "pairs":
             return PairExchange(
-                lambda sent: self._gathered(sent, arrays, about),
+                lambda sent: self._moved("allgather", sent, arrays, about),
                 backend.size,
                 library,
                 arrays,
                 messages((0, asked.size)),
+            )
+        if exchange == "hashed":
+            return HashedExchange(
+                lambda sent: self._moved("allgather", sent, arrays, about),
+                lambda sent: self._moved(ALL_TO_ALL, sent, arrays, about),
+                backend.size,
+                library,
+                arrays,
+                OwnedMessages(asked.size, asked.dtype, asked.wire),
+                asked.density,
             )
         runner = self._plans.runner(exchange, asked.entry_share)
         borders = shard_bounds((shard.share for shard in runner.plan.shards), asked.size)
@@ -284,9 +296,10 @@ class SparseCollective:
             return ServerExchange(runner, library, arrays, borders, parts, about)
         return TreeExchange(runner, library, arrays, messages(borders), about)
 
-    def _gathered(self, messages: list[Any], arrays: EntryArrays[Any], about: str) -> list[Any]:
+    def _moved(self, collective: str, messages: list[Any], arrays: EntryArrays[Any], about: str) -> list[Any]:
+        """Run an allgather or all-to-all of messages of one length."""
         lines = [arrays.line(message) for message in messages]
-        return [arrays.values(line) for line in self._collective("allgather", lines, None, about)]
+        return [arrays.values(line) for line in self._collective(collective, lines, None, about)]
 
     def _collective(self, collective: str, lines: list[Any], op: str | None, about: str) -> list[Any]:
         """Run a dense collective on internal arrays; all ranks must pass the same gradient."""

@@ -10,6 +10,7 @@ import topoplan
 from collectives import Communicator
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.sparse.exchange_choice import SparsePlans, sparse_request
+from collectives.sparse.hashed_owners import OwnedMessages
 from tests.support.hand_plans import forest_plan
 from tests.support.tcp_jobs import backends_in_threads
 from topoplan.machine.topology import Topology
@@ -48,7 +49,8 @@ def test_bounds_hold_and_do_not_change_the_choice(machine: Topology, gpus: list[
                 assert chosen.seconds.items() <= every.seconds.items()
                 names = [name for name in every.seconds if name != "dense"]
                 plans = SparsePlans(comm._members.execution)
-                least = plans.least_seconds(asked.entry_share, size * 4, every.pairs_bytes)
+                owned = OwnedMessages(size, "float32", None).expected(every.entries, comm.size)
+                least = plans.least_seconds(asked.entry_share, size * 4, every.pairs_bytes, owned)
                 assert all(least[name] <= every.seconds[name] for name in names), (least, every.seconds)
 
 
@@ -69,4 +71,4 @@ def test_one_rank_may_explain_what_all_have_exchanged() -> None:
             comm.sparse_all_reduce(np.ones(1000), density=0.01, exchange="tree")
             return found
 
-    assert backends_in_threads(2, body) == [None, {"dense", "pairs", "tree", "balanced"}]
+    assert backends_in_threads(2, body) == [None, {"dense", "pairs", "hashed", "tree", "balanced"}]

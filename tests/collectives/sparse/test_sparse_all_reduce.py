@@ -226,7 +226,7 @@ def test_the_model_gathers_few_entries_and_sums_many() -> None:
         assert "1049 of 1048576 entries of each of 8 ranks" in str(few)
 
 
-@pytest.mark.parametrize("exchange", ["dense", "pairs", "tree", "balanced"])
+@pytest.mark.parametrize("exchange", ["dense", "pairs", "hashed", "tree", "balanced"])
 def test_a_named_exchange_plans_no_other(exchange: str) -> None:
     """Its own model time is told, and a plan for gathered entries is made only where they are gathered."""
     with Communicator(forest_plan(8, "allreduce", "chain")) as comm:
@@ -236,7 +236,7 @@ def test_a_named_exchange_plans_no_other(exchange: str) -> None:
         assert told.reason.startswith("asked for; by the model ")
         every = comm.explain(gradients, density=0.01).seconds
         assert told.seconds[exchange] == every[exchange]
-        assert set(every) == {"dense", "pairs", "tree", "balanced"}
+        assert set(every) == {"dense", "pairs", "hashed", "tree", "balanced"}
 
 
 def test_keys_separate_residuals_and_states_can_be_restored() -> None:
