@@ -13,6 +13,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from collectives.sparse.selection.error_feedback import checked_density
+from collectives.training.common_rows import CommonRows
 from collectives.training.gradient_filters import Cast, Quantize, Threshold
 from collectives.training.low_rank import LowRank
 from collectives.training.modes import BSP, Mode
@@ -135,10 +136,10 @@ class TopK:
         return checked_density(found, f"density({step})")
 
 
-Compression = TopK | LowRank | Quantize | Threshold | Cast
+Compression = TopK | CommonRows | LowRank | Quantize | Threshold | Cast
 """How gradients are compressed."""
 
-COMPRESSIONS = "TopK(0.01), LowRank(2), Quantize(8), Threshold(0.1) or Cast('float16')"
+COMPRESSIONS = "TopK(0.01), LowRank(2), Quantize(8), Threshold(0.1), CommonRows(0.01) or Cast('float16')"
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +331,7 @@ class ExchangeSettings:
         return self.compression if isinstance(self.compression, TopK) else None
 
     @property
-    def filter(self) -> LowRank | Quantize | Threshold | Cast | None:
+    def filter(self) -> CommonRows | LowRank | Quantize | Threshold | Cast | None:
         """The settings of the filter of dense gradients; None without one."""
         return None if isinstance(self.compression, TopK) else self.compression
 

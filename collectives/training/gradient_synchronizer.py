@@ -80,7 +80,7 @@ class GradientSynchronizer:
         A given back end stays open if the constructor raises; `close` closes either.
     bucket_bytes : int or str
         Longest bucket; a longer array has a bucket of its own.
-    compression : TopK, LowRank, Quantize, Threshold or Cast, optional
+    compression : TopK, CommonRows, LowRank, Quantize, Threshold or Cast, optional
         Compression of the gradients (docs/compression.md compares the methods); by default none.
     sync : BSP, SSP, ASP, LocalSGD, Gossip or str, optional
         How asynchronous ranks may be (`collectives.training.modes`), also by name, as "ssp:2"; BSP by default.

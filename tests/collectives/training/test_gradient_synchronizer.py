@@ -25,6 +25,7 @@ from collectives.backends.loopback.gpu_loopback import LoopbackGpu
 from collectives.backends.loopback.loopback_backend import Loopback
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.training.buckets import GradientSpec, buckets_of
+from collectives.training.common_rows import CommonRows
 from collectives.training.exchange_settings import Shrink, TopK
 from collectives.training.gradient_filters import Quantize, Threshold
 from collectives.training.low_rank import LowRank
@@ -391,6 +392,7 @@ KEEPING: dict[str, dict[str, Any]] = {
     "servers": {"compression": TopK(0.05, exchange="dense")},
     "low rank": {"compression": LowRank(1, begins=0, matrices="bucket")},
     "layers": {"compression": LowRank(1, begins=0, matrices="layers")},
+    "rows": {"compression": CommonRows(0.1, columns=2)},
     "significance": {"compression": Threshold(30.0)},
     "admission": {"compression": Threshold(30.0, admission=2, width=64)},
 }
@@ -432,7 +434,7 @@ def test_a_step_that_is_not_finite_shows_on_all_ranks_and_leaves_no_trace(
     )
 
 
-@pytest.mark.parametrize("how", ["density", "momentum", "low rank", "significance"])
+@pytest.mark.parametrize("how", ["density", "momentum", "low rank", "rows", "significance"])
 def test_residuals_are_delivered_whatever_the_loss_scale(how: str) -> None:
     steps = [whole_numbers(seed, SPARSE) for seed in range(5)]
     found = []
