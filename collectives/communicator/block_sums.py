@@ -34,7 +34,7 @@ DTYPES = ("float16", "float32", "float64", "int32", "int64", "uint32", "uint64")
 """dtypes of blocks; ranks tell each other the index."""
 
 FIELDS = ("the number of blocks", "the elements of a block", "the length", "the dtype")
-"""What ranks tell each other; all but the first must be the same."""
+"""Numbers that ranks tell each other; all but the first must be the same."""
 
 HEADER = 8
 """Bytes of a message before its offsets."""

@@ -103,7 +103,7 @@ class ExchangeTimes:
         self._plans = plans
         self._asked = asked
         self._share = asked.entry_share
-        self._entries = entry_count(asked.size, asked.density)
+        self._entries = sum(asked.counts)
         self._nbytes = asked.size * np.dtype(asked.dtype).itemsize
         message = message_bytes(self._entries, size=asked.size, dtype=asked.dtype, wire=asked.wire)
         self._gathered = plans.ranks * place_bytes(message)
@@ -117,17 +117,15 @@ class ExchangeTimes:
         if check_exchange(self._asked.exchange) != "auto":
             return self.choose()
         for name in ("dense", "pairs", *self._plans.possible(self._share)):
-            if name != "hashed" or self._asked.on_host:
+            if not self._asked.excludes(name):
                 self._time(name)
         return self._explanation(choose_exchange(self._seconds, sparse=self._sparse))
 
     def choose(self) -> SparseExplanation:
         """Return the exchange, by the times of exchanges that may be the fastest."""
         named = check_exchange(self._asked.exchange)
-        if named == "hashed" and not self._asked.on_host:
-            raise UsageError(
-                "exchange 'hashed' needs gradients on the host, got gradients on a GPU; use pairs or auto"
-            )
+        if reason := self._asked.excludes(named):
+            raise UsageError(reason)
         if named != "auto":
             self._time(named)
             return self._explanation(named)
@@ -137,8 +135,7 @@ class ExchangeTimes:
             if self._sparse
             else {}
         )
-        if not self._asked.on_host:
-            left.pop("hashed", None)
+        left = {name: least for name, least in left.items() if not self._asked.excludes(name)}
         while left and min(left.values()) <= min(self._seconds.values()):
             name = min(left, key=left.__getitem__)
             del left[name]
@@ -430,7 +427,8 @@ class SparseRequest:
     """A sparse allreduce with valid arguments.
 
     `inputs` and `outputs` are by rank of this process. `size` is in elements; `dtype` is that of residuals and
-    messages. `on_host` says that the gradients are not on a GPU.
+    messages. `on_host` says that the gradients are not on a GPU. `layers` are the elements of each layer that selects
+    for itself, None for one selection; `clip` is the largest norm of the average, by which ranks clip their gradients.
     """
 
     inputs: list[Any]
@@ -446,11 +444,28 @@ class SparseRequest:
     momentum: float
     loss_scale: float
     on_host: bool = True
+    layers: tuple[int, ...] | None = None
+    clip: float | None = None
 
     @property
     def kind(self) -> tuple[object, ...]:
         """The fields that determine the exchange."""
-        return self.size, self.dtype, self.density, self.exchange, self.wire, self.on_host
+        return self.size, self.dtype, self.density, self.exchange, self.wire, self.on_host, self.layers
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Entries that a rank selects, by layer."""
+        return tuple(entry_count(size, self.density) for size in self.layers or (self.size,))
+
+    def excludes(self, exchange: str) -> str:
+        """Return why an exchange cannot have these gradients; empty if it can."""
+        if exchange == "hashed" and not self.on_host:
+            return "exchange 'hashed' needs gradients on the host, got gradients on a GPU; use pairs or auto"
+        if exchange in ("servers", *TREES) and self.layers is not None:
+            return (
+                f"exchange {exchange!r} selects by the shards of its plan, not by layers; use pairs or hashed"
+            )
+        return ""
 
     @property
     def entry_share(self) -> Fraction:
@@ -469,6 +484,10 @@ class SparseRequest:
             text += f", {self.wire.values} {self.wire.indices}"
         if self.loss_scale != 1:
             text += f", loss scale {self.loss_scale:g}"
+        if self.layers is not None:
+            text += f", layers {sha256(repr(self.layers).encode()).hexdigest()[:8]}"
+        if self.clip is not None:
+            text += f", clip {self.clip:g}"
         return text + (f", key {_in_short(self.key)}" if self.key else "")
 
 
@@ -484,6 +503,8 @@ def sparse_request(
     key: str = "",
     momentum: float = 0.0,
     loss_scale: float = 1.0,
+    layers: Sequence[int] | None = None,
+    clip: float | None = None,
 ) -> SparseRequest:
     """Check the arguments of a sparse allreduce; UsageError names the rank and the argument."""
     library = backend.arrays
@@ -510,6 +531,12 @@ def sparse_request(
     size = 1
     for length in shape:
         size *= length
+    if layers is not None and (min(layers, default=0) < 0 or sum(layers) != size):
+        raise UsageError(
+            f"layers must be the elements of each layer, {size} together, got {_in_short(repr(list(layers)))}"
+        )
+    if clip is not None and not (isinstance(clip, Real) and 0 < clip < math.inf):
+        raise UsageError(f"clip must be a norm above 0, got {clip!r}; give that of the average, or None")
     kept = "float64" if dtype == "float64" else "float32"
     return SparseRequest(
         inputs,
@@ -525,6 +552,8 @@ def sparse_request(
         momentum,
         float(loss_scale),
         library.gpu(inputs[0]) is None,
+        None if layers is None or len(layers) < 2 else tuple(layers),
+        None if clip is None else float(clip),
     )
 
 

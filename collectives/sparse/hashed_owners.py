@@ -29,11 +29,11 @@ from collectives.sparse.entry_arrays import (
     Entries,
     EntryArrays,
     Line,
-    entry_count,
     message_bytes,
     place_bytes,
 )
-from collectives.sparse.residuals import Residuals, select_entries
+from collectives.sparse.exchanges import Select
+from collectives.sparse.residuals import Residuals
 from collectives.sparse.selection.topk import index_type
 from collectives.tables.numpy_arrays import ArrayLibrary
 
@@ -194,7 +194,7 @@ class HashedExchange(Generic[Line]):
     library: ArrayLibrary[Line]
     arrays: EntryArrays[Line]
     messages: OwnedMessages
-    density: float
+    select: Select
 
     def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
         """Entries are added in the order of ranks; a rounding error of a sum is kept by its owner."""
@@ -203,10 +203,9 @@ class HashedExchange(Generic[Line]):
         chosen: dict[int, Entries] = {}
         lost: list[tuple[int, Entries]] = []
         try:
-            entries = entry_count(self.messages.size, self.density)
             for rank, line in gradients.items():
                 residuals[rank].changed()
-                chosen[rank] = select_entries(residuals[rank].whole, arrays.values(line), entries, arrays)
+                chosen[rank] = self.select(residuals[rank], arrays.values(line))
             steps = {rank: residuals[rank].whole.step for rank in gradients}
             sums = self._push(owners, chosen, steps, lost)
             totals = self._pull(owners, sums, gradients, steps, lost)

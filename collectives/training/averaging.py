@@ -203,6 +203,11 @@ class InStepAverager(Averager):
         handle: Handle[Any]
         try:
             density = 1.0 if sparse is None else sparse.at(step)
+            layers = (
+                [part.stop - part.start for part in parts]
+                if parts is not None and sparse is not None and sparse.per == "layer"
+                else None
+            )
             scale = self.scale if self.filters or sparse is not None else 1.0
         except UsageError as error:
             comm._refuse(str(error))
@@ -249,6 +254,8 @@ class InStepAverager(Averager):
                 exchange=sparse.exchange,
                 wire=sparse.wire,
                 loss_scale=scale,
+                layers=layers,
+                clip=sparse.clip,
                 out=out,
                 async_op=async_op or comm.on_failure == "shrink",
             )
@@ -256,7 +263,7 @@ class InStepAverager(Averager):
             note = None
             if not isinstance(found, Handle):
                 chosen = comm.exchange_for(
-                    gradients, density=density, exchange=sparse.exchange, wire=sparse.wire
+                    gradients, density=density, exchange=sparse.exchange, wire=sparse.wire, layers=layers
                 )
                 note = sparse_note(chosen)
 

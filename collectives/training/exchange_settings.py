@@ -90,6 +90,11 @@ class TopK:
         Share of the entries that every rank sends, above 0 and at most 1.
     exchange, momentum, wire
         As in `Communicator.sparse_all_reduce`: how entries travel, momentum correction, and the encoding of entries.
+    per : str
+        "bucket" for the largest entries of each bucket, "layer" for those of each parameter.
+    clip : float, optional
+        Norm to which each rank scales a bucket down before it adds the residual, times the square root of the number of
+        ranks: about the norm at which the average would be clipped. By default none.
 
     Examples
     --------
@@ -101,8 +106,22 @@ class TopK:
     exchange: str = "auto"
     momentum: float = 0.0
     wire: WireFormat | None = None
+    per: str = "bucket"
+    clip: float | None = None
 
     def __post_init__(self) -> None:
+        if self.per not in ("bucket", "layer"):
+            raise UsageError(
+                f"per of TopK must be bucket or layer, got {self.per!r}; for all parameters at once, make one bucket "
+                "(bucket_bytes of GradientSynchronizer, bucket_cap_mb of DDP)"
+            )
+        if self.per == "layer" and self.exchange not in ("auto", "dense", "pairs", "hashed"):
+            raise UsageError(
+                f"exchange {self.exchange!r} selects by the shards of its plan; with per='layer' use auto, pairs, "
+                "hashed or dense"
+            )
+        if self.clip is not None and not (isinstance(self.clip, Real) and 0 < self.clip < math.inf):
+            raise UsageError(f"clip of TopK must be a norm above 0, got {self.clip!r}; leave it out for none")
         if not callable(self.density):
             checked_density(self.density)
             if isinstance(self.density, int):
@@ -120,7 +139,12 @@ class TopK:
     def __str__(self) -> str:
         """Return the text that ranks compare; a density by function is that of step 0."""
         density = f"{self.at(0)} at step 0" if callable(self.density) else f"{self.density}"
-        return f"TopK({density}, exchange={self.exchange!r}, momentum={self.momentum}, wire={self.wire})"
+        more = f", per={self.per!r}" * (self.per != "bucket") + f", clip={self.clip}" * (
+            self.clip is not None
+        )
+        return (
+            f"TopK({density}, exchange={self.exchange!r}, momentum={self.momentum}, wire={self.wire}{more})"
+        )
 
     def at(self, step: int) -> float:
         """Return the density of a step.
@@ -266,7 +290,7 @@ def current_options(
     Raises `UsageError` if two of them exclude each other.
 
     >>> current_options({"density": 0.01, "momentum": 0.9, "mode": None})
-    (TopK(density=0.01, exchange='auto', momentum=0.9, wire=None), None, None)
+    (TopK(density=0.01, exchange='auto', momentum=0.9, wire=None, per='bucket', clip=None), None, None)
     """
     named = [one for one in _COMPRESSION_OF if old.get(one) is not None]
     if named and compression is not None:

@@ -67,6 +67,21 @@ def averages(**options: Any) -> list[list[bytes]]:
         return found
 
 
+def test_per_and_clip_are_checked_and_compared() -> None:
+    assert f"{TopK(0.1)}" == "TopK(0.1, exchange='auto', momentum=0.0, wire=None)"
+    assert f"{TopK(0.1, per='layer', clip=2.0)}".endswith("wire=None, per='layer', clip=2.0)")
+    for options, message in (
+        (
+            {"per": "all"},
+            "per of TopK must be bucket or layer, got 'all'; for all parameters at once, make one",
+        ),
+        ({"per": "layer", "exchange": "tree"}, "exchange 'tree' selects by the shards of its plan"),
+        ({"clip": -1.0}, "clip of TopK must be a norm above 0, got -1.0"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            TopK(0.1, **options)
+
+
 @pytest.mark.parametrize("name", SAME)
 def test_keywords_of_earlier_versions_give_the_same_bits_and_a_warning(name: str) -> None:
     old, new = SAME[name]

@@ -434,6 +434,28 @@ def test_a_step_that_is_not_finite_shows_on_all_ranks_and_leaves_no_trace(
     )
 
 
+def test_every_parameter_sends_its_own_share() -> None:
+    """Of the largest entries of a bucket, all would be of the first parameter."""
+    draw, zeros = np.random.default_rng(4), [np.zeros((20, 10), np.float32), np.zeros(100, np.float32)]
+    given = [
+        [
+            (draw.standard_normal(one.shape) * (100, 1)[number]).astype(np.float32)
+            for number, one in enumerate(zeros)
+        ]
+        for _ in range(4)
+    ]
+    counts = {}
+    for per in ("bucket", "layer"):
+        how = TopK(0.05, exchange="pairs", per=per)
+        plan = topoplan.plan("v100x4")
+        with GradientSynchronizer([zeros] * 4, plan, backend="loopback", compression=how) as synchronizer:
+            (averages, *_) = synchronizer.step(given)
+        counts[per] = [np.count_nonzero(one) for one in averages]
+    assert counts["bucket"][1] == 0
+    assert 5 <= counts["layer"][1] <= 20
+    assert 10 <= counts["layer"][0] <= 40
+
+
 @pytest.mark.parametrize("how", ["density", "momentum", "low rank", "rows", "significance"])
 def test_residuals_are_delivered_whatever_the_loss_scale(how: str) -> None:
     steps = [whole_numbers(seed, SPARSE) for seed in range(5)]
