@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
+from collectives.sparse.exchange_choice import AUTO_DENSITY
 from collectives.sparse.selection.error_feedback import checked_density
 from collectives.training.common_rows import CommonRows
 from collectives.training.gradient_filters import Cast, Quantize, Threshold
@@ -21,6 +22,7 @@ from topoplan.errors import UsageError
 
 if TYPE_CHECKING:
     from collectives.sparse.codec import WireFormat
+    from collectives.training.checkpoint_state import BucketPart
 
 
 class HasScale(Protocol):
@@ -30,8 +32,8 @@ class HasScale(Protocol):
         """Return the loss scale."""
 
 
-Density = float | Callable[[int], float]
-"""Share of the elements that is exchanged, or a function from the step to it (`collectives.warm_up_density`)."""
+Density = float | Callable[[int], float] | Literal["auto"]
+"""Share of the elements that is exchanged, a function of the step (`collectives.warm_up_density`), or "auto"."""
 
 GivenScale = float | Callable[[], float] | HasScale
 """The loss scale of gradients, or what returns it in each step."""
@@ -86,8 +88,9 @@ class TopK:
 
     Parameters
     ----------
-    density : float, or callable from step to float
-        Share of the entries that every rank sends, above 0 and at most 1.
+    density : float, callable from step to float, or "auto"
+        Share of the entries that every rank sends, above 0 and at most 1. "auto" sends 1 % of a bucket if the model
+        finds that faster than dense, the selection on the host included, and else all of it.
     exchange, momentum, wire
         As in `Communicator.sparse_all_reduce`: how entries travel, momentum correction, and the encoding of entries.
     per : str
@@ -122,7 +125,7 @@ class TopK:
             )
         if self.clip is not None and not (isinstance(self.clip, Real) and 0 < self.clip < math.inf):
             raise UsageError(f"clip of TopK must be a norm above 0, got {self.clip!r}; leave it out for none")
-        if not callable(self.density):
+        if not callable(self.density) and self.density != "auto":
             checked_density(self.density)
             if isinstance(self.density, int):
                 warnings.warn(
@@ -146,8 +149,14 @@ class TopK:
             f"TopK({density}, exchange={self.exchange!r}, momentum={self.momentum}, wire={self.wire}{more})"
         )
 
-    def at(self, step: int) -> float:
-        """Return the density of a step.
+    def layers(self, parts: Sequence[BucketPart] | None) -> list[int] | None:
+        """Return the elements of each parameter of a bucket if each sends its own share; None for a bucket as one."""
+        if parts is None or self.per == "bucket":
+            return None
+        return [part.stop - part.start for part in parts]
+
+    def at(self, step: int) -> float | Literal["auto"]:
+        """Return the density of a step, or "auto".
 
         Raises `UsageError` if the function raises, or returns a number out of range.
         """
@@ -360,5 +369,6 @@ class ExchangeSettings:
         return None if isinstance(self.compression, TopK) else self.compression
 
     def density_at(self, step: int) -> float:
-        """Return the density of a step, as `TopK.at`; 1 for dense gradients."""
-        return 1.0 if self.top_k is None else self.top_k.at(step)
+        """Return the density of a step, as `TopK.at`, or that of "auto"; 1 for dense gradients."""
+        found = 1.0 if self.top_k is None else self.top_k.at(step)
+        return AUTO_DENSITY if found == "auto" else found

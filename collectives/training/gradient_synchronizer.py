@@ -572,7 +572,13 @@ class GradientSynchronizer:
             if (sparse := how.top_k) is not None and not self._joining:
                 lines = memory[-1].given or [comm.arrays.reals(comm.arrays.line(one)) for one in likes]
                 given = lines[0] if comm.one_rank else lines
-                comm.exchange_for(given, density=sparse.at(0), exchange=sparse.exchange, wire=sparse.wire)
+                comm.exchange_for(
+                    given,
+                    density=sparse.at(0),
+                    exchange=sparse.exchange,
+                    wire=sparse.wire,
+                    layers=sparse.layers(memory[-1].parts),
+                )
         return memory
 
     def _finished(self, outs: list[list[Any]] | None) -> Any:

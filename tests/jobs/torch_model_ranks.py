@@ -36,7 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "significance": {"compression": Threshold(1e-3)},
     "density": {"compression": TopK(0.2)},
     "momentum": {"compression": TopK(0.2, momentum=0.5)},
-    "by layer": {"compression": TopK(0.2, per="layer", clip=1.0)},
+    "by layer": {"compression": TopK(0.2, per="layer")},
     "ssp": {"sync": "ssp:1"},
     "asp": {"sync": "asp"},
     "local": {"sync": "local:3"},

@@ -54,6 +54,25 @@ def test_bounds_hold_and_do_not_change_the_choice(machine: Topology, gpus: list[
                 assert all(least[name] <= every.seconds[name] for name in names), (least, every.seconds)
 
 
+def test_an_automatic_density_is_dense_where_the_selection_takes_longer() -> None:
+    """Ranks of one host add a gradient sooner than they select from it; over a slow network they do not."""
+    gradients = [np.ones(1 << 20, np.float32)] * 4
+    with Communicator(topoplan.load("v100x4")) as comm:
+        found = comm.explain(gradients, density="auto")
+        assert found.exchange == "dense"
+        assert found.seconds["pairs"] < found.seconds["dense"] < found.seconds["pairs"] + 1e-9 * (1 << 20)
+        assert "and the selection of entries 1.05 ms" in found.reason
+        assert comm.explain(gradients, density=0.01).exchange == "pairs"
+        sums = comm.sparse_all_reduce(gradients, density="auto")
+        assert all(np.array_equal(one, np.full(1 << 20, 4)) for one in sums)
+        assert not comm.sparse_state()[""][0]["residual"].any()
+    with Communicator(topoplan.plan(cluster("v100x4", 4, 1), gpus=[0, 4, 8, 12])) as comm:
+        found = comm.explain(gradients, density="auto")
+        assert found.exchange != "dense"
+        assert found.entries == 10486
+        assert comm.exchange_for(gradients, density="auto").exchange == found.exchange
+
+
 def test_few_entries_of_two_ranks_are_gathered_without_a_plan_of_trees() -> None:
     with Communicator(forest_plan(2, "allreduce", "chain")) as comm:
         chosen = comm.exchange_for([np.zeros(1000)] * 2, density=0.01)

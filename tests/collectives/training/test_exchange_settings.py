@@ -23,7 +23,7 @@ from collectives import (
     TopK,
     WireFormat,
 )
-from collectives.training.exchange_settings import current_options, warn_of_deprecated
+from collectives.training.exchange_settings import ExchangeSettings, current_options, warn_of_deprecated
 from collectives.training.modes import SSP, LocalSGD
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import UsageError
@@ -65,6 +65,14 @@ def averages(**options: Any) -> list[list[bytes]]:
             synchronizer.after_step(zeros)
         synchronizer.finish(zeros)
         return found
+
+
+def test_an_automatic_density_has_one_text_and_one_number() -> None:
+    how = ExchangeSettings(compression=TopK("auto"))
+    assert f"{TopK('auto')}" == "TopK(auto, exchange='auto', momentum=0.0, wire=None)"
+    assert how.density_at(7) == 0.01
+    with pytest.raises(UsageError, match="density must be"):
+        TopK("automatic")  # type: ignore[arg-type]
 
 
 def test_per_and_clip_are_checked_and_compared() -> None:

@@ -434,6 +434,30 @@ def test_a_step_that_is_not_finite_shows_on_all_ranks_and_leaves_no_trace(
     )
 
 
+def test_says_once_that_dense_gradients_may_be_faster(caplog: pytest.LogCaptureFixture) -> None:
+    """On one host the selection takes longer than the sum; an automatic density then sends all."""
+    zeros = [np.zeros(1 << 18, np.float32), np.zeros(1 << 18, np.float32)]
+    given = [[np.ones_like(one) for one in zeros]] * 4
+    told = []
+    for density in (0.01, "auto"):
+        caplog.clear()
+        with (
+            caplog.at_level("INFO", logger="collectives"),
+            GradientSynchronizer(
+                [zeros] * 4,
+                topoplan.plan("v100x4"),
+                backend="loopback",
+                bucket_bytes=1 << 20,
+                compression=TopK(density),
+            ) as synchronizer,
+        ):
+            averages = [synchronizer.step(given) for _ in range(2)]
+        told.append([one for one in caplog.messages if "dense gradients are predicted to take" in one])
+        assert np.count_nonzero(averages[0][0][0]) == (2621 if density == 0.01 else 1 << 18)
+    assert [len(one) for one in told] == [1, 0]
+    assert "TopK('auto') or no compression may be faster" in told[0][0]
+
+
 def test_every_parameter_sends_its_own_share() -> None:
     """Of the largest entries of a bucket, all would be of the first parameter."""
     draw, zeros = np.random.default_rng(4), [np.zeros((20, 10), np.float32), np.zeros(100, np.float32)]
