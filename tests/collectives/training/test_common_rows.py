@@ -97,7 +97,7 @@ def test_all_ranks_have_the_same_bits_and_averages_and_residuals_are_the_gradien
     assert len(residuals) == 2
     for number, shape in enumerate(SHAPES):
         given: Any = sum(sum(step[number]) for step in steps)
-        delivered = sum(step[number][0] * RANKS for step in got)
+        delivered: Any = sum(step[number][0] * RANKS for step in got)
         missing = (given - delivered).reshape(-1)
         if len(shape) == 1 or shape == (3, 2):
             assert not missing.any()
@@ -114,7 +114,7 @@ def test_rows_that_are_kept_come_later_and_without_feedback_never() -> None:
     delivered: Any = sum(one[0][0] for one in got)
     assert delivered.any(axis=1).all()
     got, _, _ = averages([step] * 10, CommonRows(0.2, feedback=False))
-    delivered: Any = sum(one[0][0] for one in got)
+    delivered = sum(one[0][0] for one in got)
     assert not delivered[12:].any()
 
 
