@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collectives.sparse.codec import WireFormat
     from collectives.sparse.selection.mstopk import mstopk
     from collectives.tables.rank_part import RankPart, rank_part
+    from collectives.training.common_rows import CommonRows
     from collectives.training.exchange_settings import Shrink, TopK
     from collectives.training.gradient_filters import Cast, Quantize, Threshold
     from collectives.training.gradient_synchronizer import GradientSynchronizer
@@ -32,6 +33,7 @@ _HOME = {
     "ASP": "collectives.training.modes",
     "BSP": "collectives.training.modes",
     "Cast": "collectives.training.gradient_filters",
+    "CommonRows": "collectives.training.common_rows",
     "Gossip": "collectives.training.modes",
     "GradientSynchronizer": "collectives.training.gradient_synchronizer",
     "Lamb": "collectives.training.optimizers",
@@ -55,6 +57,7 @@ __all__ = [
     "BSP",
     "SSP",
     "Cast",
+    "CommonRows",
     "Communicator",
     "ErrorFeedback",
     "Gossip",

@@ -7,7 +7,7 @@ checkpoint state is read and restored here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -233,13 +233,15 @@ class SparseCollectives(ABC):
         self,
         gradients: Any,
         *,
-        density: float,
+        density: float | Literal["auto"],
         op: str = "sum",
         key: str = "",
         momentum: float = 0.0,
         exchange: str = "auto",
         wire: WireFormat | None = None,
         loss_scale: float = 1.0,
+        layers: Sequence[int] | None = None,
+        clip: float | None = None,
         out: Any = None,
         async_op: bool = False,
     ) -> Any:
@@ -253,8 +255,9 @@ class SparseCollectives(ABC):
         Parameters
         ----------
         gradients : float array of any shape; with several ranks in this process a list of one per rank
-        density : float
+        density : float or "auto"
             Share of the entries that every rank sends, above 0 and at most 1; with "servers" that every server sends.
+            "auto" is 0.01, and counts the time of the selection on the host when `exchange` "auto" compares with dense.
         op : str
             sum or avg.
         key : str
@@ -263,13 +266,20 @@ class SparseCollectives(ABC):
             Factor of the momentum correction; 0 for none.
         exchange : str
             "auto" takes the fastest by the model (see `explain`): "dense" sums everything, including the residual;
-            "pairs" gathers the selected entries; "servers" sums inside servers and exchanges entries between them;
+            "pairs" gathers the selected entries; "hashed" sums each entry on the rank that a hash of its index gives,
+            and gathers the sums; "servers" sums inside servers and exchanges entries between them;
             "tree" and "balanced" sum entries on trees and select again on the way.
         wire : WireFormat, optional
             Encoding of the entries: packed indices, values of fewer bits. By default none.
         loss_scale : float
             Factor of the gradients, the same on all ranks: residuals of earlier calls are multiplied by the new loss
             scale over the old one.
+        layers : sequence of int, optional
+            The elements of each layer, one after another: every layer then sends its own largest entries. Entries are
+            gathered or sent to hashed owners, or everything is summed. By default the gradient is one layer.
+        clip : float, optional
+            Norm above which a rank scales its gradient down before it adds the residual: this over the square root of
+            the number of ranks (Deep Gradient Compression), times the loss scale. By default none.
         out : as ``gradients``
         async_op : bool
             Return a `Handle` at once.
@@ -298,6 +308,8 @@ class SparseCollectives(ABC):
                 key=key,
                 momentum=momentum,
                 loss_scale=loss_scale,
+                layers=layers,
+                clip=clip,
             )
         except UsageError as error:
             self._refuse(str(error))
@@ -332,26 +344,46 @@ class SparseCollectives(ABC):
         return self._in_order.run(run)
 
     def explain(
-        self, gradients: Any, *, density: float, exchange: str = "auto", wire: WireFormat | None = None
+        self,
+        gradients: Any,
+        *,
+        density: float | Literal["auto"],
+        exchange: str = "auto",
+        wire: WireFormat | None = None,
+        layers: Sequence[int] | None = None,
     ) -> SparseExplanation:
         """Return what `sparse_all_reduce` would exchange for such gradients, and why, without an exchange.
 
         Any rank may call it: the plans of all exchanges are made on this rank alone, and not used by collectives.
         """
         asked = sparse_request(
-            self._members.execution.backend, gradients, density=density, exchange=exchange, wire=wire
+            self._members.execution.backend,
+            gradients,
+            density=density,
+            exchange=exchange,
+            wire=wire,
+            layers=layers,
         )
         return self._members.sparse.explain(asked)
 
     def exchange_for(
-        self, gradients: Any, *, density: float, exchange: str = "auto", wire: WireFormat | None = None
+        self,
+        gradients: Any,
+        *,
+        density: float | Literal["auto"],
+        exchange: str = "auto",
+        wire: WireFormat | None = None,
+        layers: Sequence[int] | None = None,
     ) -> SparseExplanation:
         """Return the exchange that `sparse_all_reduce` takes for such gradients; all ranks must call it.
 
         Quicker than `explain`, since exchanges that cannot be the fastest are not planned.
         """
         backend = self._members.execution.backend
-        return self._chosen(sparse_request(backend, gradients, density=density, exchange=exchange, wire=wire))
+        asked = sparse_request(
+            backend, gradients, density=density, exchange=exchange, wire=wire, layers=layers
+        )
+        return self._chosen(asked)
 
     def _end_sparse_step(self, keys: Collection[str], *, lost: bool = False) -> bool:
         """Undo the last call of some keys in their residuals if a sum is not finite; return whether the step counts.

@@ -17,6 +17,7 @@ from collectives.backends.open_backend import BackendSettings, check_helpers, op
 from collectives.backends.plan_and_chunk_store import ChunkSizes, PlanStore
 from collectives.backends.request import request
 from collectives.backends.uneven_exchange import uneven_call
+from collectives.communicator.block_sums import sum_blocks
 from collectives.communicator.collective_methods import DenseCollectives, SparseCollectives
 from collectives.communicator.handle import CallQueue, Handle, PreparedCall, StepBatch
 from collectives.communicator.job_plan import PlanLike, not_a_plan, open_backend_for_plan
@@ -801,6 +802,42 @@ class Communicator(DenseCollectives, SparseCollectives):
         if async_op:
             return self._in_order.submit(task, CollectiveOutcome(among=self.original_ranks))
         return self._in_order.run(task)
+
+    def all_reduce_blocks(self, blocks: Any, offsets: Any, length: int) -> Any:
+        """Sum blocks of elements that each rank places in a vector of zeros; every rank gets the dense sum.
+
+        As ``ncclAllReduceSparseBlock`` of NCCLX. All ranks tell their numbers of blocks; they then gather the blocks if
+        the model finds that faster, else they sum the dense vectors. The results are bit-identical on all ranks.
+
+        Parameters
+        ----------
+        blocks : array of shape (m, w), on the host; with several ranks in this process a list of one per rank
+            m blocks of w elements; m may differ by rank. float16, float32, float64, or integers of 32 or 64 bits.
+        offsets : m whole numbers; with several ranks in this process a list for each rank
+            The element of the result at which each block begins. Blocks of one rank must not overlap.
+        length : int
+            Elements of the result, the same on all ranks.
+
+        Returns
+        -------
+        array of shape (length,), in the dtype of the blocks; with several ranks in this process a list
+
+        Raises
+        ------
+        UsageError
+            An argument is invalid, or w, length or dtype differ between ranks: the latter on all ranks.
+        RefusedError
+            Another rank refused its arguments.
+
+        Examples
+        --------
+        >>> import numpy, topoplan
+        >>> blocks = [numpy.array([[1.0, 1.0], [2.0, 2.0]]), numpy.array([[5.0, 5.0]])]
+        >>> with Communicator(topoplan.load("v100x4").subset([0, 1])) as comm:
+        ...     comm.all_reduce_blocks(blocks, [[0, 4], [4]], 6)[1].tolist()
+        [1.0, 1.0, 0.0, 0.0, 7.0, 7.0]
+        """
+        return sum_blocks(self, blocks, offsets, length)
 
     def _start_uneven(self, arrays: Any, send_counts: Any, recv_counts: Any, out: Any, async_op: bool) -> Any:
         execution, membership = self._members.present

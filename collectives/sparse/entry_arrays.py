@@ -142,7 +142,7 @@ class EntryMessages(Generic[Line]):
     """Encodes the entries of a gradient's shards; all messages of one shard have one length.
 
     `borders` are those of the shards, from 0 to the gradient's size, and `density` is the selected share of every
-    shard. `entries` and `lengths` (in bytes) are those of a message, by shard.
+    shard, unless `entries` are given. `entries` and `lengths` (in bytes) are those of a message, by shard.
     """
 
     def __init__(
@@ -153,6 +153,7 @@ class EntryMessages(Generic[Line]):
         dtype: str,
         density: float,
         wire: WireFormat | None,
+        entries: Sequence[int] | None = None,
     ) -> None:
         self.borders = tuple(borders)
         self.dtype = dtype
@@ -160,7 +161,9 @@ class EntryMessages(Generic[Line]):
         self._sizes = tuple(stop - start for start, stop in pairwise(borders))
         # an empty shard has no entries to pack, and its messages no bytes
         self._wires = tuple(wire if size else None for size in self._sizes)
-        self.entries = tuple(entry_count(size, density) for size in self._sizes)
+        self.entries = tuple(
+            (entry_count(size, density) for size in self._sizes) if entries is None else entries
+        )
         self.lengths = tuple(
             message_bytes(entries, size=size, dtype=dtype, wire=one)
             for entries, size, one in zip(self.entries, self._sizes, self._wires, strict=True)

@@ -1,4 +1,4 @@
-"""Check the arguments of a sparse allreduce, and choose its exchange by the model: dense, or one of four for entries.
+"""Check the arguments of a sparse allreduce, and choose its exchange by the model: dense, or one of five for entries.
 
 An allreduce of d elements of b bytes sends 2 (N - 1) / N d b bytes over each link of a ring, gathering k entries of b
 + i bytes from each of N ranks (N - 1) k (b + i): so on a ring entries win below a density k / d of 2 b / (N (b + i)).
@@ -19,7 +19,7 @@ from fractions import Fraction
 from functools import cached_property
 from hashlib import sha256
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -30,13 +30,14 @@ from collectives.backends.request import check_inputs, check_outputs
 from collectives.peers.control_plane import shape_text
 from collectives.sparse.entry_arrays import entry_count, message_bytes, place_bytes
 from collectives.sparse.exchanges import RoundRunner
+from collectives.sparse.hashed_owners import OwnedMessages
 from collectives.sparse.selection.error_feedback import checked_density
 from topoplan.errors import InfeasibleError, RefusedError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.model.closed_form import simulate
 from topoplan.model.dataflow import LAUNCH, device_kinds, link_latency
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import ALL_TO_ALL, Plan
 from topoplan.plans.verify import verify
 from topoplan.schedules.low_latency import lowest_tree, one_hop_plan
 from topoplan.schedules.sparse_plan import sparse_servers, sparse_trees
@@ -45,7 +46,10 @@ from topoplan.units import exact, format_size
 if TYPE_CHECKING:
     from collectives.sparse.codec import WireFormat
 
-EXCHANGES = ("auto", "dense", "pairs", "servers", "tree", "balanced")
+EXCHANGES = ("auto", "dense", "pairs", "hashed", "servers", "tree", "balanced")
+
+GATHERS = ("pairs", "hashed")
+"""Exchanges of entries by dense collectives, without a sparse plan."""
 
 TREES = ("tree", "balanced")
 """Exchanges of entries on trees."""
@@ -62,12 +66,13 @@ class SparseExplanation:
     """The exchange of a gradient, and its reason.
 
     `exchange` is "dense": residual and gradient are summed as a whole; "pairs": the entries of all ranks are gathered;
-    "servers": gradients are summed inside servers, and entries exchanged between them; "tree": entries are summed and
-    selected again on the way up one low tree; or "balanced": the same on many trees, each for its part. `entries` are
-    those of every rank, or with "servers" of every server, approximate if shards select for themselves; `pairs_bytes`
-    those of the gathered messages of all ranks, with padding. `seconds` are model times: for "auto" of all exchanges of
-    this machine if it comes from `explain`, of exchanges that no lower bound rules out if it comes from a call; else of
-    the named one. `plan` runs, unless entries are gathered: that of the allreduce, or the sparse plan.
+    "hashed": owners by a hash of the index sum entries, and their sums are gathered; "servers": gradients are summed
+    inside servers, and entries exchanged between them; "tree": entries are summed and selected again on the way up one
+    low tree; or "balanced": the same on many trees, each for its part. `entries` are those of every rank, or with
+    "servers" of every server, approximate if shards select for themselves; `pairs_bytes` those of the gathered messages
+    of all ranks, with padding. `seconds` are model times: for "auto" of all exchanges of this machine if it comes from
+    `explain`, of exchanges that no lower bound rules out if it comes from a call; else of the named one. `plan` runs,
+    unless entries are gathered or sent to hashed owners: that of the allreduce, or the sparse plan.
     """
 
     exchange: str
@@ -98,10 +103,11 @@ class ExchangeTimes:
         self._plans = plans
         self._asked = asked
         self._share = asked.entry_share
-        self._entries = entry_count(asked.size, asked.density)
+        self._entries = sum(asked.counts)
         self._nbytes = asked.size * np.dtype(asked.dtype).itemsize
         message = message_bytes(self._entries, size=asked.size, dtype=asked.dtype, wire=asked.wire)
         self._gathered = plans.ranks * place_bytes(message)
+        self._owned = OwnedMessages(asked.size, asked.dtype, asked.wire).expected(self._entries, plans.ranks)
         self._sparse = self._entries < asked.size
         self._seconds: dict[str, float] = {}
         self._least: dict[str, float] = {}
@@ -111,24 +117,35 @@ class ExchangeTimes:
         if check_exchange(self._asked.exchange) != "auto":
             return self.choose()
         for name in ("dense", "pairs", *self._plans.possible(self._share)):
-            self._time(name)
-        return self._explanation(choose_exchange(self._seconds, sparse=self._sparse))
+            if not self._asked.excludes(name):
+                self._time(name)
+        return self._explanation(self._fastest())
 
     def choose(self) -> SparseExplanation:
         """Return the exchange, by the times of exchanges that may be the fastest."""
         named = check_exchange(self._asked.exchange)
+        if reason := self._asked.excludes(named):
+            raise UsageError(reason)
         if named != "auto":
             self._time(named)
             return self._explanation(named)
         self._time("dense")
-        left = self._plans.least_seconds(self._share, self._nbytes, self._gathered) if self._sparse else {}
+        left = (
+            self._plans.least_seconds(self._share, self._nbytes, self._gathered, self._owned)
+            if self._sparse
+            else {}
+        )
+        left = {name: least for name, least in left.items() if not self._asked.excludes(name)}
         while left and min(left.values()) <= min(self._seconds.values()):
             name = min(left, key=left.__getitem__)
             del left[name]
             if self._competes(name):
                 self._time(name)
         self._least = left
-        return self._explanation(choose_exchange(self._seconds, sparse=self._sparse))
+        return self._explanation(self._fastest())
+
+    def _fastest(self) -> str:
+        return choose_exchange(self._seconds, sparse=self._sparse, selection=self._asked.selection_seconds)
 
     def _competes(self, name: str) -> bool:
         """Return whether this machine has an exchange, and for trees that it has no three phases."""
@@ -136,13 +153,15 @@ class ExchangeTimes:
         return name == "pairs" or (not beside_servers and self._plans.has(name, self._share))
 
     def _time(self, name: str) -> None:
-        self._seconds[name] = self._plans.seconds(name, self._share, self._nbytes, self._gathered)
+        self._seconds[name] = self._plans.seconds(
+            name, self._share, self._nbytes, self._gathered, self._owned
+        )
 
     def _explanation(self, chosen: str) -> SparseExplanation:
         plan = None
         if chosen == "dense":
             plan = self._plans.dense("allreduce", self._nbytes)
-        elif chosen != "pairs":
+        elif chosen not in GATHERS:
             plan = self._plans.runner(chosen, self._share).plan
         return SparseExplanation(chosen, self._entries, self._gathered, self._reason(), self._seconds, plan)
 
@@ -151,6 +170,7 @@ class ExchangeTimes:
         names = {
             "pairs": f"{self._entries} of {self._asked.size} entries of each of {self._plans.ranks} ranks, {gathered}",
             "dense": f"the whole gradient, {format_size(self._nbytes)}, takes",
+            "hashed": "hashed owners",
             "servers": "three phases over servers",
             "tree": "one tree",
             "balanced": "balanced trees",
@@ -162,6 +182,9 @@ class ExchangeTimes:
         ]
         if self._asked.exchange != "auto":
             return f"asked for; by the model {times[0]}"
+        selection = self._asked.selection_seconds
+        if selection:
+            times.append(f"and the selection of entries {selection * 1e3:.3g} ms")
         return "by the model " + ", ".join((", and ".join(times[:2]), *times[2:]))
 
 
@@ -172,17 +195,21 @@ def check_exchange(exchange: str) -> str:
     return exchange
 
 
-def choose_exchange(seconds: Mapping[str, float], *, sparse: bool) -> str:
+def choose_exchange(seconds: Mapping[str, float], *, sparse: bool, selection: float = 0.0) -> str:
     """Return the exchange of "auto": the fastest, and dense if no entry is left out.
 
     Over several servers with several ranks each, trees on entries are taken only by name: they keep as many entries as
-    one rank gives, while three phases keep those of every server.
+    one rank gives, while three phases keep those of every server. `selection` are seconds that all but dense take
+    besides.
 
     >>> choose_exchange({"dense": 2.0, "pairs": 1.0, "servers": 0.5}, sparse=True)
     'servers'
     """
-    rivals = EXCHANGES[:4] if "servers" in seconds else EXCHANGES
-    return min((name for name in rivals if name in seconds), key=seconds.__getitem__) if sparse else "dense"
+    if not sparse:
+        return "dense"
+    rivals = EXCHANGES[:-2] if "servers" in seconds else EXCHANGES
+    extra = {name: selection * (name != "dense") for name in seconds}
+    return min((name for name in rivals if name in seconds), key=lambda name: seconds[name] + extra[name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +279,7 @@ class SparsePlans:
 
     def possible(self, entries: Fraction) -> tuple[str, ...]:
         """Return the exchanges that have a plan on this machine; ``entries`` as in `runner`."""
-        return tuple(name for name in ("servers", *TREES) if self.has(name, entries))
+        return tuple(name for name in ("hashed", "servers", *TREES) if self.has(name, entries))
 
     def has(self, exchange: str, entries: Fraction) -> bool:
         """Return whether this machine has an exchange, which is then planned; ``entries`` as in `runner`."""
@@ -269,19 +296,38 @@ class SparsePlans:
             raise UsageError(f"no exchange {exchange!r} here: {missing}; use {others}")
         return self._runners[exchange, entries]
 
-    def seconds(self, exchange: str, entries: Fraction, nbytes: int, gathered: int) -> float:
-        """Return the model time of an exchange for a gradient of so many bytes, and messages of so many together."""
+    def seconds(
+        self, exchange: str, entries: Fraction, nbytes: int, gathered: int, owned: tuple[int, int]
+    ) -> float:
+        """Return the model time of an exchange for a gradient of so many bytes, and messages of so many together.
+
+        `owned` are the bytes of a block to a hashed owner and of the owner's message (`OwnedMessages.expected`).
+        """
+        if exchange == "hashed":
+            if missing := self._missing(exchange, entries):
+                raise UsageError(f"no exchange 'hashed' here: {missing}; use dense or pairs")
+            ranks, (block, length) = self.ranks, owned
+            sizes = [
+                ("allgather", ranks * place_bytes(8 * ranks)),
+                (ALL_TO_ALL, ranks * block),
+                ("allgather", ranks * place_bytes(8)),
+                ("allgather", ranks * length),
+            ]
+            return sum(simulate(self.dense(name, size), nbytes=size).seconds for name, size in sizes)
         nbytes = gathered if exchange == "pairs" else nbytes
         collective = {"dense": "allreduce", "pairs": "allgather"}.get(exchange)
         plan = self.dense(collective, nbytes) if collective else self.runner(exchange, entries).plan
         return simulate(plan, nbytes=nbytes).seconds
 
-    def least_seconds(self, entries: Fraction, nbytes: int, gathered: int) -> dict[str, float]:
+    def least_seconds(
+        self, entries: Fraction, nbytes: int, gathered: int, owned: tuple[int, int]
+    ) -> dict[str, float]:
         """Return lower bounds of the model times of exchanges of entries, without a plan; arguments as `seconds`.
 
         Every round takes a launch, a start-up, and the bytes that must enter or leave a server over its capacity; with
         one server, or one rank on each, a rank stands for a server. Of G servers, all but one receive what is gathered
-        from the others (pairs), the entries of G - 1 others (servers), or the sums (trees), which G - 1 have sent up.
+        from the others (pairs), what they push to its owners and what theirs send (hashed), the entries of G - 1 others
+        (servers), or the sums (trees), which G - 1 have sent up.
         """
         if self.ranks == 1:
             return {"pairs": 0.0}
@@ -291,6 +337,11 @@ class SparsePlans:
         bounds = {
             "pairs": start
             + max(gathered * part / into for part, into in zip(outside, cuts.into, strict=True)),
+            "hashed": 4 * start
+            + max(
+                self.ranks * part * (owned[1] + members * owned[0]) / into
+                for part, into, members in zip(outside, cuts.into, cuts.members, strict=True)
+            ),
             "servers": start + 2 * LAUNCH + packed * others / min(cuts.into),
             "tree": 2 * start + packed * (1 / max(cuts.into) + 1 / max(cuts.out)),
             "balanced": 2 * start + packed * others * (1 / sum(cuts.into) + 1 / sum(cuts.out)),
@@ -311,6 +362,9 @@ class SparsePlans:
             self._absent[exchange] = self._reason(exchange)
         if not self._absent[exchange] and (exchange, entries) not in self._runners:
             try:
+                if exchange == "hashed":
+                    self.dense(ALL_TO_ALL, NOMINAL)
+                    return ""
                 made = self._plan(exchange, entries)
             except RefusedError:
                 raise
@@ -347,7 +401,8 @@ class SparsePlans:
                 if 1 < servers < ranks
                 else f"it is for several servers with several ranks, not {servers} for {ranks}"
             )
-        if len(self._execution.channels) > 1 and "network" not in self._execution.channels:
+        channels = self._execution.channels
+        if exchange != "hashed" and len(channels) > 1 and "network" not in channels:
             return "the buffer is divided between channels"
         return "" if ranks <= MOST_RANKS else f"it is looked for up to {MOST_RANKS} ranks"
 
@@ -373,6 +428,12 @@ OPERATIONS = ("sum", "avg")
 
 NOMINAL = 1 << 20  # elements of the gradient whose bits per entry plans and models use
 
+AUTO_DENSITY = 0.01
+"""The density of "auto"."""
+
+SELECTION_SECONDS = 1e-9
+"""Seconds to select from an element on the host: 0.8e-9 to 2e-9 were measured, at 1 % of 2^18 to 2^24 float32."""
+
 LEAST_SHARE = Fraction(1, 10**9)
 """Smallest share of the bytes for which plans are made; a density below it still selects one entry."""
 
@@ -382,7 +443,9 @@ class SparseRequest:
     """A sparse allreduce with valid arguments.
 
     `inputs` and `outputs` are by rank of this process. `size` is in elements; `dtype` is that of residuals and
-    messages.
+    messages. `on_host` says that the gradients are not on a GPU. `layers` are the elements of each layer that selects
+    for itself, None for one selection; `clip` is the largest norm of the average, by which ranks clip their gradients.
+    `selection_seconds` is the time of the selection in comparisons with dense, for a density of "auto".
     """
 
     inputs: list[Any]
@@ -397,11 +460,39 @@ class SparseRequest:
     key: str
     momentum: float
     loss_scale: float
+    on_host: bool = True
+    layers: tuple[int, ...] | None = None
+    clip: float | None = None
+    selection_seconds: float = 0.0
 
     @property
     def kind(self) -> tuple[object, ...]:
         """The fields that determine the exchange."""
-        return self.size, self.dtype, self.density, self.exchange, self.wire
+        return (
+            self.size,
+            self.dtype,
+            self.density,
+            self.exchange,
+            self.wire,
+            self.on_host,
+            self.layers,
+            self.selection_seconds,
+        )
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Entries that a rank selects, by layer."""
+        return tuple(entry_count(size, self.density) for size in self.layers or (self.size,))
+
+    def excludes(self, exchange: str) -> str:
+        """Return why an exchange cannot have these gradients; empty if it can."""
+        if exchange == "hashed" and not self.on_host:
+            return "exchange 'hashed' needs gradients on the host, got gradients on a GPU; use pairs or auto"
+        if exchange in ("servers", *TREES) and self.layers is not None:
+            return (
+                f"exchange {exchange!r} selects by the shards of its plan, not by layers; use pairs or hashed"
+            )
+        return ""
 
     @property
     def entry_share(self) -> Fraction:
@@ -420,6 +511,10 @@ class SparseRequest:
             text += f", {self.wire.values} {self.wire.indices}"
         if self.loss_scale != 1:
             text += f", loss scale {self.loss_scale:g}"
+        if self.layers is not None:
+            text += f", layers {sha256(repr(self.layers).encode()).hexdigest()[:8]}"
+        if self.clip is not None:
+            text += f", clip {self.clip:g}"
         return text + (f", key {_in_short(self.key)}" if self.key else "")
 
 
@@ -427,7 +522,7 @@ def sparse_request(
     backend: Backend[Any],
     arrays: Any,
     *,
-    density: float,
+    density: float | Literal["auto"],
     exchange: str,
     wire: WireFormat | None,
     out: Any = None,
@@ -435,11 +530,13 @@ def sparse_request(
     key: str = "",
     momentum: float = 0.0,
     loss_scale: float = 1.0,
+    layers: Sequence[int] | None = None,
+    clip: float | None = None,
 ) -> SparseRequest:
     """Check the arguments of a sparse allreduce; UsageError names the rank and the argument."""
     library = backend.arrays
     inputs = check_inputs([arrays] if backend.one_rank else arrays, backend.ranks, library)
-    checked_density(density)
+    chooses, density = density == "auto", AUTO_DENSITY if density == "auto" else checked_density(density)
     dtype = library.dtype(inputs[0])
     if dtype not in DTYPES:
         raise UsageError(f"gradients of {dtype} cannot be made sparse; give {', '.join(DTYPES)}")
@@ -461,9 +558,31 @@ def sparse_request(
     size = 1
     for length in shape:
         size *= length
+    if layers is not None and (min(layers, default=0) < 0 or sum(layers) != size):
+        raise UsageError(
+            f"layers must be the elements of each layer, {size} together, got {_in_short(repr(list(layers)))}"
+        )
+    if clip is not None and not (isinstance(clip, Real) and 0 < clip < math.inf):
+        raise UsageError(f"clip must be a norm above 0, got {clip!r}; give that of the average, or None")
+    on_host = library.gpu(inputs[0]) is None
     kept = "float64" if dtype == "float64" else "float32"
     return SparseRequest(
-        inputs, outputs, op, shape, size, kept, density, exchange, wire, key, momentum, float(loss_scale)
+        inputs,
+        outputs,
+        op,
+        shape,
+        size,
+        kept,
+        density,
+        exchange,
+        wire,
+        key,
+        momentum,
+        float(loss_scale),
+        on_host,
+        None if layers is None or len(layers) < 2 else tuple(layers),
+        None if clip is None else float(clip),
+        SELECTION_SECONDS * size if chooses and on_host else 0.0,
     )
 
 

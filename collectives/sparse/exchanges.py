@@ -33,6 +33,9 @@ from collectives.tables.numpy_arrays import ArrayLibrary
 from topoplan.plans.plan import Plan
 from topoplan.plans.structure import rounds
 
+Select = Callable[[Residuals, Any], Entries]
+"""Feeds a gradient to the residual of a rank, and takes out the entries to send."""
+
 GatherEntries = Callable[[list[Any]], list[Any]]
 """Takes messages of one length, one for each rank of this process; returns all messages concatenated, for each rank."""
 
@@ -83,6 +86,7 @@ class PairExchange(Generic[Line]):
     library: ArrayLibrary[Line]
     arrays: EntryArrays[Line]
     messages: EntryMessages[Line]
+    select: Select
 
     def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
         """Entries are added in the order of ranks."""
@@ -93,7 +97,7 @@ class PairExchange(Generic[Line]):
             for rank, line in gradients.items():
                 residuals[rank].changed()
                 whole = residuals[rank].whole
-                chosen[rank] = select_entries(whole, arrays.values(line), messages.entries[0], arrays)
+                chosen[rank] = self.select(residuals[rank], arrays.values(line))
                 sent[rank] = messages.encoded(chosen[rank], 0, rank=rank, step=whole.step)
             gathered = self.gather([self._placed(one.message) for one in sent.values()])
         except BaseException:

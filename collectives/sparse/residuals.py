@@ -7,6 +7,7 @@ that other exchanges left elsewhere go into the sum by `hand_over`.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from collectives.sparse.entry_arrays import Entries, EntryArrays, ResidualFeedback
 from collectives.sparse.selection.error_feedback import NotFinite
+from collectives.sparse.selection.topk import index_type
 
 Range = tuple[int, int]
 HandedOver = list[tuple[Range, Entries]]
@@ -177,6 +179,43 @@ def select_entries(feedback: ResidualFeedback, values: Any, k: int, arrays: Entr
         return feedback.feed(values, k)
     except NotFinite:
         return feedback.feed(arrays.shown(values), k)
+
+
+def select_by_layers(
+    residuals: Residuals, values: Any, layers: Sequence[int], counts: Sequence[int], arrays: EntryArrays[Any]
+) -> Entries:
+    """Feed each layer of so many elements as `select_entries`; return the entries of all, of the whole gradient.
+
+    >>> from collectives.tables.numpy_arrays import NumpyArrays
+    >>> from collectives.sparse.selection.error_feedback import ErrorFeedback
+    >>> from collectives.sparse.entry_arrays import HostEntryArrays
+    >>> arrays = HostEntryArrays(NumpyArrays())
+    >>> kept = Residuals(ErrorFeedback(5), arrays, fresh=True)
+    >>> select_by_layers(kept, np.float32([9, 8, 7, 1, -2]), (3, 2), (1, 1), arrays)[0].tolist()
+    [0, 4]
+    """
+    kind, start, found = index_type(sum(layers)), 0, []
+    for size, count in zip(layers, counts, strict=True):
+        if size:
+            part = residuals.part(start, start + size)
+            indices, chosen = select_entries(part, values[start : start + size], count, arrays)
+            found.append((indices.astype(kind) + start, chosen))
+        start += size
+    return arrays.merge(found, sum(counts))[0]
+
+
+def clipped(values: Any, limit: float) -> Any:
+    """Return a gradient scaled down to a norm; the same if its norm is smaller, or a value is not finite.
+
+    >>> clipped(np.array([3.0, 4.0]), 2.5).tolist(), clipped(np.array([3.0, 4.0]), 5.0).tolist()
+    ([1.5, 2.0], [3.0, 4.0])
+    """
+    largest = max(-float(values.min()), float(values.max())) if values.size else 0.0
+    if not 0 < largest < math.inf:
+        return values
+    scaled = values / values.dtype.type(largest)
+    norm = largest * math.sqrt(float((scaled * scaled).sum(dtype="float64")))
+    return values * values.dtype.type(limit / norm) if norm > limit else values
 
 
 def _uncovered_ranges(ranges: Sequence[Range], size: int) -> list[Range]:

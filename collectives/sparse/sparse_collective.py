@@ -22,7 +22,7 @@ import numpy as np
 
 from collectives.backends.execution import Execution
 from collectives.backends.request import request
-from collectives.sparse.entry_arrays import EntryArrays, EntryMessages, Line
+from collectives.sparse.entry_arrays import Entries, EntryArrays, EntryMessages, Line
 from collectives.sparse.exchange_choice import ExchangeTimes, SparseExplanation, SparsePlans, SparseRequest
 from collectives.sparse.exchanges import (
     DenseExchange,
@@ -31,9 +31,18 @@ from collectives.sparse.exchanges import (
     TreeExchange,
     part_borders,
 )
-from collectives.sparse.residuals import Residuals, ResidualSnapshot, finite_residual
+from collectives.sparse.hashed_owners import HashedExchange, OwnedMessages
+from collectives.sparse.residuals import (
+    Residuals,
+    ResidualSnapshot,
+    clipped,
+    finite_residual,
+    select_by_layers,
+    select_entries,
+)
 from collectives.tables.numpy_arrays import LIMITS, ArrayLibrary
 from topoplan.errors import UsageError
+from topoplan.plans.plan import ALL_TO_ALL
 from topoplan.plans.shards import shard_bounds
 
 LINES = ("residual", "velocity")  # arrays of a residual's state
@@ -105,7 +114,7 @@ class SparseCollective:
         """Add a gradient of which nothing was sent to the residuals, for the next call, if it is finite."""
         arrays = self._arrays_of(asked.inputs[0])
         with arrays.here():
-            lines = [arrays.values(arrays.widened(one, asked.dtype)) for one in asked.inputs]
+            lines = [arrays.values(one) for one in self._lines(asked, arrays)]
             if not all(map(arrays.bounded, lines)):
                 return
             for one in residuals:
@@ -145,7 +154,7 @@ class SparseCollective:
         chosen: SparseExplanation,
     ) -> Any:
         backend = self._execution.backend
-        lines = [arrays.widened(one, asked.dtype) for one in asked.inputs]
+        lines = self._lines(asked, arrays)
         gradients = dict(zip(backend.ranks, lines, strict=True))
         exchange = self._exchange(asked, arrays, chosen.exchange)
         kept = dict(zip(backend.ranks, residuals, strict=True))
@@ -168,6 +177,19 @@ class SparseCollective:
                 one.restore(saved)
             self._not_finite.add(asked.key)
         return results[0] if backend.one_rank else results
+
+    def _lines(self, asked: SparseRequest, arrays: EntryArrays[Any]) -> list[Any]:
+        """Return the gradients in the dtype of the residuals, clipped (Deep Gradient Compression, section 3.2)."""
+        lines = [arrays.widened(one, asked.dtype) for one in asked.inputs]
+        if asked.clip is None:
+            return lines
+        limit = asked.clip * asked.loss_scale / math.sqrt(self._execution.backend.size)
+        found = []
+        for line in lines:
+            values = arrays.values(line)
+            limited = clipped(values, limit)
+            found.append(line if limited is values else arrays.line(limited))
+        return found
 
     def _begin(self, key: str, residuals: Sequence[Residuals]) -> list[ResidualSnapshot]:
         earlier: Sequence[ResidualSnapshot | None] = self._before.get(key) or [None] * len(residuals)
@@ -265,17 +287,34 @@ class SparseCollective:
         backend = self._execution.backend
         library, about = backend.arrays, asked.about(exchange)
         messages = partial(EntryMessages, arrays, dtype=asked.dtype, density=asked.density, wire=asked.wire)
+
+        def select(residuals: Residuals, values: Any) -> Entries:
+            if asked.layers is not None:
+                return select_by_layers(residuals, values, asked.layers, asked.counts, arrays)
+            return select_entries(residuals.whole, values, asked.counts[0], arrays)
+
         if exchange == "dense":
             return DenseExchange(
                 lambda lines: self._collective("allreduce", lines, "sum", about), library, arrays
             )
         if exchange == "pairs":
             return PairExchange(
-                lambda sent: self._gathered(sent, arrays, about),
+                lambda sent: self._moved("allgather", sent, arrays, about),
                 backend.size,
                 library,
                 arrays,
-                messages((0, asked.size)),
+                messages((0, asked.size), entries=(sum(asked.counts),)),
+                select,
+            )
+        if exchange == "hashed":
+            return HashedExchange(
+                lambda sent: self._moved("allgather", sent, arrays, about),
+                lambda sent: self._moved(ALL_TO_ALL, sent, arrays, about),
+                backend.size,
+                library,
+                arrays,
+                OwnedMessages(asked.size, asked.dtype, asked.wire),
+                select,
             )
         runner = self._plans.runner(exchange, asked.entry_share)
         borders = shard_bounds((shard.share for shard in runner.plan.shards), asked.size)
@@ -284,9 +323,10 @@ class SparseCollective:
             return ServerExchange(runner, library, arrays, borders, parts, about)
         return TreeExchange(runner, library, arrays, messages(borders), about)
 
-    def _gathered(self, messages: list[Any], arrays: EntryArrays[Any], about: str) -> list[Any]:
+    def _moved(self, collective: str, messages: list[Any], arrays: EntryArrays[Any], about: str) -> list[Any]:
+        """Run an allgather or all-to-all of messages of one length."""
         lines = [arrays.line(message) for message in messages]
-        return [arrays.values(line) for line in self._collective("allgather", lines, None, about)]
+        return [arrays.values(line) for line in self._collective(collective, lines, None, about)]
 
     def _collective(self, collective: str, lines: list[Any], op: str | None, about: str) -> list[Any]:
         """Run a dense collective on internal arrays; all ranks must pass the same gradient."""

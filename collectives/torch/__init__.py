@@ -5,6 +5,7 @@ from typing import Any
 from collectives.torch.hook import HookState, topoplan_hook
 from collectives.torch.process_group import ProcessGroupTopoplan
 from collectives.torch.recovery import Shrunk
+from collectives.training.common_rows import CommonRows
 from collectives.training.exchange_settings import Shrink, TopK
 from collectives.training.gradient_filters import Cast, Quantize, Threshold
 from collectives.training.low_rank import LowRank
@@ -16,6 +17,7 @@ __all__ = [
     "BSP",
     "SSP",
     "Cast",
+    "CommonRows",
     "HookState",
     "LocalSGD",
     "LowRank",

@@ -265,7 +265,9 @@ class DdpBucketExchange:
             # divided before it is rounded: a sum may be too large for float16
             given, op = buffer.div(averager.communicator.size).to(self._narrow), "sum"
             rounded_from = buffer.nbytes
-        parts = _parts_of(layout, bucket) if averager.filters else None
+        top_k = averager.settings.top_k
+        by_layer = top_k is not None and top_k.per == "layer"
+        parts = _parts_of(layout, bucket) if averager.filters or by_layer else None
         if parts is not None and isinstance(averager.settings.compression, Threshold):
             waiting = {f"parameter {number}" for number in self._idle(layout, buffer)}
             parts = tuple(one for one in parts if one.name not in waiting)

@@ -84,11 +84,12 @@ class HookState:
     plan : Plan, SizePlans, str, path or Topology, optional
         A plan for as many ranks as the group has, or its file; or the machine whose GPUs these ranks are, also by its
         name in the library. By default made for the hosts and GPUs of the job.
-    compression : TopK, LowRank, Quantize, Threshold or Cast, optional
+    compression : TopK, CommonRows, LowRank, Quantize, Threshold or Cast, optional
         Compression of the gradients (docs/compression.md compares the methods); by default none.
         The residual of `TopK` is float32 for gradients of 16 bits, which are sent in float32. On GPUs `TopK` stays
         there, which needs CuPy (``topoplan[cuda12]`` or ``topoplan[cuda13]``, as torch is built); without it gradients
-        go through the host, and a warning says so. `LowRank`, `Quantize` and `Threshold` compute on the CPU.
+        go through the host, and a warning says so. `CommonRows`, `LowRank`, `Quantize` and `Threshold` compute on the
+        CPU.
     sync : BSP, SSP, ASP, LocalSGD or str, optional
         How asynchronous ranks may be (`collectives.training.modes`), also by name, as "ssp:2"; BSP by default. SSP and
         ASP begin with the third step, when DDP has arranged its buckets. In these modes only `Cast` may be given, and
@@ -383,7 +384,7 @@ class HookState:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's step and residuals, by the numbers of the parameters; each rank saves its own.
 
-        The state of `LowRank` and `Threshold` is included. All values are numbers, texts and tensors on
+        The state of `CommonRows`, `LowRank` and `Threshold` is included. All values are numbers, texts and tensors on
         the CPU, as `torch.save` takes them.
         """
         if self._copied is not None:

@@ -27,14 +27,14 @@ from numpy.typing import NDArray
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.sparse.entry_arrays import message_bytes
-from collectives.sparse.exchange_choice import SparseExplanation
+from collectives.sparse.exchange_choice import AUTO_DENSITY, SELECTION_SECONDS, SparseExplanation
 from collectives.tables.numpy_arrays import ArrayLibrary
 from collectives.training.checkpoint_state import EMPTY_STATE, BucketPart, FilterState, describe_state
 from collectives.training.exchange_settings import ExchangeSettings, LossScale
 from collectives.training.gradient_filters import FilterCall
 from collectives.training.mailbox import Mailbox
 from collectives.training.modes import ASP, BSP, SSP, Gossip, LocalSGD, Mode
-from collectives.training.report import Recorder, log_compilation
+from collectives.training.report import LOGGER, Recorder, log_compilation
 from topoplan.errors import UsageError
 
 
@@ -171,6 +171,7 @@ class InStepAverager(Averager):
         super().__init__(BSP(), recorder, loss_scale)
         self.communicator = communicator
         self._keys: set[str] = set()
+        self._told = False
         self.settings = settings
         self._filter = None if settings.filter is None else settings.filter.exchange(communicator)
         self._memory = None if self._filter is None else self._filter.memory
@@ -203,6 +204,7 @@ class InStepAverager(Averager):
         handle: Handle[Any]
         try:
             density = 1.0 if sparse is None else sparse.at(step)
+            layers = None if sparse is None else sparse.layers(parts)
             scale = self.scale if self.filters or sparse is not None else 1.0
         except UsageError as error:
             comm._refuse(str(error))
@@ -212,11 +214,16 @@ class InStepAverager(Averager):
             bound = math.inf if chosen.plan is None else chosen.plan.bound
             if chosen.exchange == "dense":
                 return _note(1.0, chosen.exchange, bound)
+            if density != "auto":
+                self._tell_of_dense(key, chosen, elements_of(comm, gradients))
             one = gradients if comm.one_rank else gradients[0]
             dtype = "float64" if comm.arrays.dtype(one) == "float64" else "float32"  # as entries travel
             wire, size = None if sparse is None else sparse.wire, elements_of(comm, gradients)
             gave = message_bytes(chosen.entries, size=size, dtype=dtype, wire=wire)
-            return {**_note(density, chosen.exchange, bound), "sent": gave / max(nbytes, 1)}
+            return {
+                **_note(AUTO_DENSITY if density == "auto" else density, chosen.exchange, bound),
+                "sent": gave / max(nbytes, 1),
+            }
 
         filtered = None
         if self._filter is not None:
@@ -249,6 +256,8 @@ class InStepAverager(Averager):
                 exchange=sparse.exchange,
                 wire=sparse.wire,
                 loss_scale=scale,
+                layers=layers,
+                clip=sparse.clip,
                 out=out,
                 async_op=async_op or comm.on_failure == "shrink",
             )
@@ -256,7 +265,7 @@ class InStepAverager(Averager):
             note = None
             if not isinstance(found, Handle):
                 chosen = comm.exchange_for(
-                    gradients, density=density, exchange=sparse.exchange, wire=sparse.wire
+                    gradients, density=density, exchange=sparse.exchange, wire=sparse.wire, layers=layers
                 )
                 note = sparse_note(chosen)
 
@@ -270,6 +279,18 @@ class InStepAverager(Averager):
         if not async_op:
             handle.wait()
         return handle
+
+    def _tell_of_dense(self, key: str, chosen: SparseExplanation, elements: int) -> None:
+        """Log once on rank 0 that dense gradients are predicted to be faster, the selection on the host included."""
+        took = chosen.seconds.get(chosen.exchange, 0.0) + SELECTION_SECONDS * elements
+        dense = chosen.dense_seconds  # NaN if it is unknown
+        if dense < took and not self._told:
+            self._told = True
+            if 0 in self.communicator.ranks and self.communicator.arrays.name != "CuPy":
+                LOGGER.info(
+                    f"{key}: dense gradients are predicted to take {dense * 1e3:.3g} ms, and the entries of TopK "
+                    f"{took * 1e3:.3g} ms with their selection; TopK('auto') or no compression may be faster"
+                )
 
     def end_step(self) -> None:
         super().end_step()

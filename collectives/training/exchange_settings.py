@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
+from collectives.sparse.exchange_choice import AUTO_DENSITY
 from collectives.sparse.selection.error_feedback import checked_density
+from collectives.training.common_rows import CommonRows
 from collectives.training.gradient_filters import Cast, Quantize, Threshold
 from collectives.training.low_rank import LowRank
 from collectives.training.modes import BSP, Mode
@@ -20,6 +22,7 @@ from topoplan.errors import UsageError
 
 if TYPE_CHECKING:
     from collectives.sparse.codec import WireFormat
+    from collectives.training.checkpoint_state import BucketPart
 
 
 class HasScale(Protocol):
@@ -29,8 +32,8 @@ class HasScale(Protocol):
         """Return the loss scale."""
 
 
-Density = float | Callable[[int], float]
-"""Share of the elements that is exchanged, or a function from the step to it (`collectives.warm_up_density`)."""
+Density = float | Callable[[int], float] | Literal["auto"]
+"""Share of the elements that is exchanged, a function of the step (`collectives.warm_up_density`), or "auto"."""
 
 GivenScale = float | Callable[[], float] | HasScale
 """The loss scale of gradients, or what returns it in each step."""
@@ -85,10 +88,16 @@ class TopK:
 
     Parameters
     ----------
-    density : float, or callable from step to float
-        Share of the entries that every rank sends, above 0 and at most 1.
+    density : float, callable from step to float, or "auto"
+        Share of the entries that every rank sends, above 0 and at most 1. "auto" sends 1 % of a bucket if the model
+        finds that faster than dense, the selection on the host included, and else all of it.
     exchange, momentum, wire
         As in `Communicator.sparse_all_reduce`: how entries travel, momentum correction, and the encoding of entries.
+    per : str
+        "bucket" for the largest entries of each bucket, "layer" for those of each parameter.
+    clip : float, optional
+        Norm to which each rank scales a bucket down before it adds the residual, times the square root of the number of
+        ranks: about the norm at which the average would be clipped. By default none.
 
     Examples
     --------
@@ -100,9 +109,23 @@ class TopK:
     exchange: str = "auto"
     momentum: float = 0.0
     wire: WireFormat | None = None
+    per: str = "bucket"
+    clip: float | None = None
 
     def __post_init__(self) -> None:
-        if not callable(self.density):
+        if self.per not in ("bucket", "layer"):
+            raise UsageError(
+                f"per of TopK must be bucket or layer, got {self.per!r}; for all parameters at once, make one bucket "
+                "(bucket_bytes of GradientSynchronizer, bucket_cap_mb of DDP)"
+            )
+        if self.per == "layer" and self.exchange not in ("auto", "dense", "pairs", "hashed"):
+            raise UsageError(
+                f"exchange {self.exchange!r} selects by the shards of its plan; with per='layer' use auto, pairs, "
+                "hashed or dense"
+            )
+        if self.clip is not None and not (isinstance(self.clip, Real) and 0 < self.clip < math.inf):
+            raise UsageError(f"clip of TopK must be a norm above 0, got {self.clip!r}; leave it out for none")
+        if not callable(self.density) and self.density != "auto":
             checked_density(self.density)
             if isinstance(self.density, int):
                 warnings.warn(
@@ -119,10 +142,21 @@ class TopK:
     def __str__(self) -> str:
         """Return the text that ranks compare; a density by function is that of step 0."""
         density = f"{self.at(0)} at step 0" if callable(self.density) else f"{self.density}"
-        return f"TopK({density}, exchange={self.exchange!r}, momentum={self.momentum}, wire={self.wire})"
+        more = f", per={self.per!r}" * (self.per != "bucket") + f", clip={self.clip}" * (
+            self.clip is not None
+        )
+        return (
+            f"TopK({density}, exchange={self.exchange!r}, momentum={self.momentum}, wire={self.wire}{more})"
+        )
 
-    def at(self, step: int) -> float:
-        """Return the density of a step.
+    def layers(self, parts: Sequence[BucketPart] | None) -> list[int] | None:
+        """Return the elements of each parameter of a bucket if each sends its own share; None for a bucket as one."""
+        if parts is None or self.per == "bucket":
+            return None
+        return [part.stop - part.start for part in parts]
+
+    def at(self, step: int) -> float | Literal["auto"]:
+        """Return the density of a step, or "auto".
 
         Raises `UsageError` if the function raises, or returns a number out of range.
         """
@@ -135,10 +169,10 @@ class TopK:
         return checked_density(found, f"density({step})")
 
 
-Compression = TopK | LowRank | Quantize | Threshold | Cast
+Compression = TopK | CommonRows | LowRank | Quantize | Threshold | Cast
 """How gradients are compressed."""
 
-COMPRESSIONS = "TopK(0.01), LowRank(2), Quantize(8), Threshold(0.1) or Cast('float16')"
+COMPRESSIONS = "TopK(0.01), LowRank(2), Quantize(8), Threshold(0.1), CommonRows(0.01) or Cast('float16')"
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +299,7 @@ def current_options(
     Raises `UsageError` if two of them exclude each other.
 
     >>> current_options({"density": 0.01, "momentum": 0.9, "mode": None})
-    (TopK(density=0.01, exchange='auto', momentum=0.9, wire=None), None, None)
+    (TopK(density=0.01, exchange='auto', momentum=0.9, wire=None, per='bucket', clip=None), None, None)
     """
     named = [one for one in _COMPRESSION_OF if old.get(one) is not None]
     if named and compression is not None:
@@ -330,10 +364,11 @@ class ExchangeSettings:
         return self.compression if isinstance(self.compression, TopK) else None
 
     @property
-    def filter(self) -> LowRank | Quantize | Threshold | Cast | None:
+    def filter(self) -> CommonRows | LowRank | Quantize | Threshold | Cast | None:
         """The settings of the filter of dense gradients; None without one."""
         return None if isinstance(self.compression, TopK) else self.compression
 
     def density_at(self, step: int) -> float:
-        """Return the density of a step, as `TopK.at`; 1 for dense gradients."""
-        return 1.0 if self.top_k is None else self.top_k.at(step)
+        """Return the density of a step, as `TopK.at`, or that of "auto"; 1 for dense gradients."""
+        found = 1.0 if self.top_k is None else self.top_k.at(step)
+        return AUTO_DENSITY if found == "auto" else found

@@ -80,7 +80,7 @@ class GradientSynchronizer:
         A given back end stays open if the constructor raises; `close` closes either.
     bucket_bytes : int or str
         Longest bucket; a longer array has a bucket of its own.
-    compression : TopK, LowRank, Quantize, Threshold or Cast, optional
+    compression : TopK, CommonRows, LowRank, Quantize, Threshold or Cast, optional
         Compression of the gradients (docs/compression.md compares the methods); by default none.
     sync : BSP, SSP, ASP, LocalSGD, Gossip or str, optional
         How asynchronous ranks may be (`collectives.training.modes`), also by name, as "ssp:2"; BSP by default.
@@ -572,7 +572,13 @@ class GradientSynchronizer:
             if (sparse := how.top_k) is not None and not self._joining:
                 lines = memory[-1].given or [comm.arrays.reals(comm.arrays.line(one)) for one in likes]
                 given = lines[0] if comm.one_rank else lines
-                comm.exchange_for(given, density=sparse.at(0), exchange=sparse.exchange, wire=sparse.wire)
+                comm.exchange_for(
+                    given,
+                    density=sparse.at(0),
+                    exchange=sparse.exchange,
+                    wire=sparse.wire,
+                    layers=sparse.layers(memory[-1].parts),
+                )
         return memory
 
     def _finished(self, outs: list[list[Any]] | None) -> Any:

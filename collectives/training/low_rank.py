@@ -145,7 +145,7 @@ class LowRankExchange(GradientFilter):
                 ]
                 for mine, one in zip(matrices, values, strict=True)
             ]
-        summed = self._sum(products, given, call.op, async_op=False).wait()
+        summed = sum_matrices(comm, products, given, call.op, async_op=False).wait()
         # parameters that travel whole have arrived with the first sum
         total = values[0].astype(np.result_type(values[0].dtype, np.float32))
         for part, line in zip(whole, summed[len(thin) :], strict=True):
@@ -181,7 +181,7 @@ class LowRankExchange(GradientFilter):
                 self.memory.keep(held, lines, scale=call.scale)
             return distribute_average(comm, total, given, call.out, self.memory)
 
-        handle = self._sum(again, given, call.op, async_op=call.async_op).then(product)
+        handle = sum_matrices(comm, again, given, call.op, async_op=call.async_op).then(product)
         return handle, travels, f"rank {how.rank}"
 
     def _right(self, at: ThinMatrix) -> Matrix:
@@ -193,28 +193,34 @@ class LowRankExchange(GradientFilter):
         lengths = np.sqrt(np.add.reduce(wide * wide, axis=0))
         return (wide / np.where(lengths > 0, lengths, 1)).astype(np.float32)
 
-    def _sum(
-        self, matrices: Sequence[Sequence[Matrix]], given: Sequence[Any], op: str, *, async_op: bool
-    ) -> Handle[list[Matrix]]:
-        """Return the sums, or averages, of matrices of every rank, exchanged as one line of the gradients' type.
 
-        Gradients of 16 bits travel as float32: products may overflow float16 even if gradients do not.
-        """
-        comm, library = self.communicator, self.communicator.arrays
-        lines = []
-        for mine, like in zip(matrices, given, strict=True):
-            kind = np.float64 if library.dtype(like) == "float64" else np.float32
-            line = np.concatenate([one.reshape(-1).astype(kind) for one in mine])
-            lines.append(library.wrapped(line))
-        shapes = [one.shape for one in matrices[0]]
-        borders = list(accumulate((one.size for one in matrices[0]), initial=0))
-        sent = lines[0] if comm.one_rank else lines
-        return Handle.around(comm.all_reduce(sent, op=op, out=sent, async_op=async_op)).then(
-            lambda _: [
-                library.values(lines[0])[start:stop].reshape(shape).copy()
-                for start, stop, shape in zip(borders, borders[1:], shapes, strict=False)
-            ]
-        )
+def sum_matrices(
+    communicator: Communicator,
+    matrices: Sequence[Sequence[Matrix]],
+    given: Sequence[Any],
+    op: str,
+    *,
+    async_op: bool,
+) -> Handle[list[Matrix]]:
+    """Return the sums, or averages, of matrices of every rank, exchanged as one line of the gradients' type.
+
+    Gradients of 16 bits travel as float32: products may overflow float16 even if gradients do not.
+    """
+    library = communicator.arrays
+    lines = []
+    for mine, like in zip(matrices, given, strict=True):
+        kind = np.float64 if library.dtype(like) == "float64" else np.float32
+        line = np.concatenate([one.reshape(-1).astype(kind) for one in mine])
+        lines.append(library.wrapped(line))
+    shapes = [one.shape for one in matrices[0]]
+    borders = list(accumulate((one.size for one in matrices[0]), initial=0))
+    sent = lines[0] if communicator.one_rank else lines
+    return Handle.around(communicator.all_reduce(sent, op=op, out=sent, async_op=async_op)).then(
+        lambda _: [
+            library.values(lines[0])[start:stop].reshape(shape).copy()
+            for start, stop, shape in zip(borders, borders[1:], shapes, strict=False)
+        ]
+    )
 
 
 def orthonormal(matrix: Matrix) -> Matrix:

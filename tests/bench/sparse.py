@@ -1,4 +1,4 @@
-"""Sparse allreduce over servers: bytes that cross NICs against the formula, and model times against dense rivals."""
+"""Sparse allreduce: bytes that cross NICs against the formula, model times against dense rivals, loads of owners."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import topoplan
 from collectives import Communicator
 from collectives.sparse.codec import WireFormat
 from collectives.sparse.exchanges import part_borders
+from collectives.sparse.hashed_owners import owner_map
+from collectives.sparse.selection.topk import topk
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.machine.topology import Topology
@@ -32,6 +34,8 @@ def main() -> None:
     count_bytes()
     print()
     model_times()
+    print()
+    owner_loads()
 
 
 def machine(servers: int, gbps: float = 25) -> Topology:
@@ -131,6 +135,78 @@ def model_times() -> None:
     for (name, part, _, _), time in zip(rows, seconds, strict=True):
         told = "" if part is None else f"{part:g}"
         print(f"  {name:<34}  {told:>7}  {time * 1e3:>8.2f}   {seconds[1] / time:>6.2f}x")
+
+
+OWNED = 400_000  # elements of the gradients whose owners are compared
+
+
+def clustered_gradients(kind: str, ranks: int) -> list[np.ndarray[tuple[int], np.dtype[np.float32]]]:
+    """Gradients of `OWNED` elements: uniform, rows of an embedding that a batch used, or one hot layer of ten.
+
+    Embedding: 6250 rows of 64, of which each rank used 100, the first ones most often (Zipf). Hot layer: the third of
+    ten layers is ten times the others.
+    """
+    made = []
+    for rank in range(ranks):
+        draw = np.random.default_rng([rank, len(kind)])
+        gradient = draw.standard_normal(OWNED).astype(np.float32)
+        if kind == "embedding rows":
+            used = np.unique(draw.zipf(1.2, 4000)) - 1
+            rows = gradient.reshape(-1, 64)
+            rows[~np.isin(np.arange(len(rows)), used[used < len(rows)][:100])] *= np.float32(0.001)
+        elif kind == "one hot layer":
+            gradient.reshape(10, -1)[2] *= 10
+        made.append(gradient)
+    return made
+
+
+KINDS_OF_GRADIENTS = ("uniform", "embedding rows", "one hot layer")
+
+
+def fullest_loads(kind: str, ranks: int, density: float) -> tuple[float, float]:
+    """Return the entries of the fullest owner over the mean, with owners by ranges and by hash."""
+    entries = round(density * OWNED)
+    chosen = np.concatenate([topk(one, entries)[0] for one in clustered_gradients(kind, ranks)])
+    by_range = chosen.astype(np.int64) * ranks // OWNED
+    by_hash = owner_map(OWNED, ranks).owners_of(chosen)
+    first, second = (
+        float(np.bincount(owners, minlength=ranks).max() / (len(chosen) / ranks))
+        for owners in (by_range, by_hash)
+    )
+    return first, second
+
+
+def owner_bytes(kind: str, ranks: int, density: float, exchange: str) -> tuple[int, int]:
+    """Return the most bytes that a rank sends and receives in one sparse allreduce, as the back end counts them."""
+    with Communicator(topoplan.load("dgx-2").subset(list(range(ranks)))) as comm:
+        comm.sparse_all_reduce(clustered_gradients(kind, ranks), density=density, exchange=exchange)
+        sent, received = [0] * ranks, [0] * ranks
+        for (source, target), nbytes in comm.bytes_sent().items():
+            sent[source] += nbytes
+            received[target] += nbytes
+    return max(sent), max(received)
+
+
+def owner_loads() -> None:
+    """Owners by ranges and by hash on three kinds of gradients, and the bytes of hashed owners and gathered pairs."""
+    print(
+        f"# one sparse allreduce of {OWNED} float32, entries of 8 bytes; load: entries of the fullest owner over"
+    )
+    print("# the mean; bytes of the fullest rank in units of k entries of 8 bytes, sent and received")
+    print("# kind            ranks  density   ranges   hashed   hashed sent, received   pairs sent, received")
+    for kind in KINDS_OF_GRADIENTS:
+        for ranks in (4, 8):
+            for density in (0.01, 0.1):
+                by_range, by_hash = fullest_loads(kind, ranks, density)
+                unit = 8 * round(density * OWNED)
+                hashed, pairs = (
+                    [one / unit for one in owner_bytes(kind, ranks, density, name)]
+                    for name in ("hashed", "pairs")
+                )
+                print(
+                    f"  {kind:<14}  {ranks:>5}  {density:>7}  {by_range:>7.2f}  {by_hash:>7.2f}  "
+                    f"{hashed[0]:>12.2f}  {hashed[1]:>8.2f}  {pairs[0]:>12.2f}  {pairs[1]:>8.2f}"
+                )
 
 
 def _gradients(ranks: int) -> list[np.ndarray[tuple[int], np.dtype[np.float32]]]:

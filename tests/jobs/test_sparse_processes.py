@@ -61,7 +61,7 @@ def broken(rank: int) -> Array:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("exchange", ["pairs", "dense", "tree", "balanced"])
+@pytest.mark.parametrize("exchange", ["pairs", "hashed", "dense", "tree", "balanced"])
 def test_nothing_that_was_not_summed_is_lost_where_a_rank_fails(exchange: str) -> None:
     """The failing rank keeps what it kept; the others, which it lets down, keep their gradients too."""
     ready = threading.Barrier(4, timeout=60)

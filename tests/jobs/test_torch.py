@@ -18,7 +18,7 @@ from tests.support.fake_streams import Machine
 from tests.support.hand_plans import forest_plan
 from tests.support.ports import free_port
 from tests.support.rank_scenarios import check_scenario, scenarios
-from tests.support.sparse_steps import of_each_rank, steps_of_each
+from tests.support.sparse_steps import ON_GPUS, of_each_rank, steps_of_each
 from tests.support.torch_jobs import Told, told_by_all
 from topoplan.errors import BackendError, UsageError
 
@@ -74,7 +74,7 @@ def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Told:
 def test_sparse_allreduces_of_tensors_on_a_gpu_are_loopbacks_bit_for_bit(on_gpus: Told) -> None:
     from tests.jobs.torch_ranks import rounded_by_loopback
 
-    assert [one["sparse"]["whole"] for one in on_gpus] == of_each_rank(steps_of_each(count=2))
+    assert [one["sparse"]["whole"] for one in on_gpus] == of_each_rank(steps_of_each(ON_GPUS, count=2))
     assert [one["sparse"]["bits"] for one in on_gpus] == [rounded_by_loopback(rank) for rank in range(4)]
 
 

@@ -29,7 +29,7 @@ from tests.support.checkout import ROOT
 from tests.support.fake_streams import Machine
 from tests.support.fake_torch_cuda import install, on_gpu_0, seen_by
 from tests.support.selection_on_cpu import install_selection
-from tests.support.sparse_steps import TWO_SERVERS, rounded_steps, steps_of_each, taken
+from tests.support.sparse_steps import ON_GPUS, TWO_SERVERS, rounded_steps, steps_of_each, taken
 
 
 def sparse(cupy: Any, patch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def sparse(cupy: Any, patch: pytest.MonkeyPatch) -> dict[str, Any]:
             comm.sparse_all_reduce(tensor, density=step.density, exchange=step.exchange, key="counted")
         taken_on = type(comm._take_sparse_state(["counted"])["counted"][0]["residual"]).__name__
         fetched, most = [], max(fetched)
-    whole = taken(comm, steps_of_each(count=2), torch.from_numpy, lambda tensor: tensor.numpy())
+    whole = taken(comm, steps_of_each(ON_GPUS, count=2), torch.from_numpy, lambda tensor: tensor.numpy())
     bits = taken(comm, rounded_steps(), half, lambda tensor: tensor.view(torch.int16).numpy())
     return {"whole": whole, "bits": bits[0], "most": most, "taken": taken_on}
 

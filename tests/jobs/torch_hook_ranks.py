@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from collectives.sparse.codec import WireFormat
 from collectives.torch import HookState, ProcessGroupTopoplan, topoplan_hook
+from collectives.training.common_rows import CommonRows
 from collectives.training.exchange_settings import Shrink, TopK
 from collectives.training.gradient_filters import Cast, Quantize, Threshold
 from collectives.training.low_rank import LowRank
@@ -371,6 +372,7 @@ def a_step_that_overflows_on_one_rank_is_left_out_by_all() -> None:
         "codes": {"compression": Quantize(8)},
         "low_rank": {"compression": LowRank(1, begins=0, matrices="bucket")},
         "layers": {"compression": LowRank(1, matrices="layers")},
+        "rows": {"compression": CommonRows(0.2, columns=2)},
         "significance": {"compression": Threshold(1e-3)},
     }
     of_torch: tuple[float, list[float]] = (0.0, [])

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from collectives import LocalSGD
 from collectives.torch import HookState, topoplan_hook
+from collectives.training.common_rows import CommonRows
 from collectives.training.exchange_settings import Shrink, TopK
 from collectives.training.gradient_filters import Cast, Quantize, Threshold
 from collectives.training.low_rank import LowRank
@@ -30,10 +31,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "compress": {"compression": Cast("bfloat16")},
     "low_rank": {"compression": LowRank(1, matrices="bucket")},
     "layers": {"compression": LowRank(2, matrices="layers")},
+    "rows": {"compression": CommonRows(0.2, columns=2)},
     "codes": {"compression": Quantize(16)},
     "significance": {"compression": Threshold(1e-3)},
     "density": {"compression": TopK(0.2)},
     "momentum": {"compression": TopK(0.2, momentum=0.5)},
+    "by layer": {"compression": TopK(0.2, per="layer")},
     "ssp": {"sync": "ssp:1"},
     "asp": {"sync": "asp"},
     "local": {"sync": "local:3"},

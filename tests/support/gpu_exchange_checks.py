@@ -22,7 +22,7 @@ from tests.jobs.nccl_rank import methods
 from tests.support.gpu_checks import GUARD
 from tests.support.hand_plans import forest_plan
 from tests.support.kernel_data import averaged, joined, special
-from tests.support.sparse_steps import EXCHANGES, TWO_SERVERS, Step, as_it_is, taken
+from tests.support.sparse_steps import ON_GPUS, TWO_SERVERS, Step, as_it_is, taken
 from topoplan.plans.plan import Plan
 
 Array = NDArray[Any]
@@ -47,7 +47,7 @@ def check_nan_in_sparse(cupy: Any, size: int = 70_001) -> None:
         before = comm.sparse_state()[""]
         gradients[3][[size // 3, size - 1]] = np.nan
         given = [cupy.asarray(one) for one in gradients]
-        for exchange in EXCHANGES:
+        for exchange in ON_GPUS:
             sums = [one.get() for one in comm.sparse_all_reduce(given, density=0.01, exchange=exchange)]
             assert not np.isfinite(sums[0]).all(), f"{exchange} does not show a NaN"
             assert all(np.array_equal(one, sums[0], equal_nan=True) for one in sums), exchange

@@ -25,7 +25,7 @@ from tests.support.feedback_steps import CASES, compare_steps
 from tests.support.hand_plans import SHAPES
 from tests.support.kernel_data import bits_type
 from tests.support.selection_data import DATA, DTYPES
-from tests.support.sparse_steps import EXCHANGES, mixed_steps, steps_of_each
+from tests.support.sparse_steps import ON_GPUS, mixed_steps, steps_of_each
 from topoplan.plans.plan import COLLECTIVES
 
 JOIN_GOAL, SELECT_GOAL = 0.8, 0.6  # shares of the memory's bandwidth
@@ -281,11 +281,11 @@ def background() -> str:
 def sparse() -> str:
     cupy = cupy_here()
     for momentum in (0.0, 0.9):
-        exchanges.check_sparse(cupy, steps_of_each(size=300_007, momentum=momentum))
+        exchanges.check_sparse(cupy, steps_of_each(ON_GPUS, size=300_007, momentum=momentum))
     for size in (0, 1, 3, 701):
-        exchanges.check_sparse(cupy, steps_of_each(size=size))
-    exchanges.check_sparse(cupy, steps_of_each(EXCHANGES[1:], size=30_011, wire=WireFormat(values="float16")))
+        exchanges.check_sparse(cupy, steps_of_each(ON_GPUS, size=size))
+    exchanges.check_sparse(cupy, steps_of_each(ON_GPUS[1:], size=30_011, wire=WireFormat(values="float16")))
     for dtype in ("float16", "float64"):
         exchanges.check_sparse(cupy, mixed_steps(dtype))
     exchanges.check_nan_in_sparse(cupy)
-    return f"{len(EXCHANGES)} exchanges, momentum, wire formats, NaN: the bits of numpy arrays"
+    return f"{len(ON_GPUS)} exchanges, momentum, wire formats, NaN: the bits of numpy arrays"

@@ -17,7 +17,9 @@ from topoplan.machine.topology import Topology
 
 Array = NDArray[Any]
 
-EXCHANGES = ("dense", "pairs", "servers", "tree", "balanced")
+EXCHANGES = ("dense", "pairs", "hashed", "servers", "tree", "balanced")
+ON_GPUS = tuple(name for name in EXCHANGES if name != "hashed")
+"""Exchanges of gradients on GPUs: hashed owners are for the host."""
 DGX = topoplan.load("dgx-1v")
 TWO_SERVERS = topoplan.plan(
     topoplan.cluster([topoplan.Server(DGX, gpus=[0, 1], count=2)], nic_gbps=25), "allreduce"

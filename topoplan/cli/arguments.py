@@ -217,17 +217,6 @@ link_fraction = number(0.01, math.nextafter(1, 2), "part of a link from 0.01 to 
 """Parser of ``--headroom``."""
 
 
-def late_rank(text: str) -> tuple[int, float]:
-    """Return a rank and the seconds by which it comes late."""
-    rank, _, seconds = text.partition("=")
-    try:
-        return int(rank), float(seconds)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be a rank with its seconds, such as 3=0.02, got {text[:60]!r}"
-        ) from None
-
-
 def whole_number(least: int, most: int, what: str) -> Callable[[str], int]:
     """Return a parser of a whole number from ``least`` to ``most``, as `number`."""
 

@@ -10,6 +10,7 @@ import topoplan
 from collectives import Communicator
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.sparse.exchange_choice import SparsePlans, sparse_request
+from collectives.sparse.hashed_owners import OwnedMessages
 from tests.support.hand_plans import forest_plan
 from tests.support.tcp_jobs import backends_in_threads
 from topoplan.machine.topology import Topology
@@ -48,8 +49,28 @@ def test_bounds_hold_and_do_not_change_the_choice(machine: Topology, gpus: list[
                 assert chosen.seconds.items() <= every.seconds.items()
                 names = [name for name in every.seconds if name != "dense"]
                 plans = SparsePlans(comm._members.execution)
-                least = plans.least_seconds(asked.entry_share, size * 4, every.pairs_bytes)
+                owned = OwnedMessages(size, "float32", None).expected(every.entries, comm.size)
+                least = plans.least_seconds(asked.entry_share, size * 4, every.pairs_bytes, owned)
                 assert all(least[name] <= every.seconds[name] for name in names), (least, every.seconds)
+
+
+def test_an_automatic_density_is_dense_where_the_selection_takes_longer() -> None:
+    """Ranks of one host add a gradient sooner than they select from it; over a slow network they do not."""
+    gradients = [np.ones(1 << 20, np.float32)] * 4
+    with Communicator(topoplan.load("v100x4")) as comm:
+        found = comm.explain(gradients, density="auto")
+        assert found.exchange == "dense"
+        assert found.seconds["pairs"] < found.seconds["dense"] < found.seconds["pairs"] + 1e-9 * (1 << 20)
+        assert "and the selection of entries 1.05 ms" in found.reason
+        assert comm.explain(gradients, density=0.01).exchange == "pairs"
+        sums = comm.sparse_all_reduce(gradients, density="auto")
+        assert all(np.array_equal(one, np.full(1 << 20, 4)) for one in sums)
+        assert not comm.sparse_state()[""][0]["residual"].any()
+    with Communicator(topoplan.plan(cluster("v100x4", 4, 1), gpus=[0, 4, 8, 12])) as comm:
+        found = comm.explain(gradients, density="auto")
+        assert found.exchange != "dense"
+        assert found.entries == 10486
+        assert comm.exchange_for(gradients, density="auto").exchange == found.exchange
 
 
 def test_few_entries_of_two_ranks_are_gathered_without_a_plan_of_trees() -> None:
@@ -69,4 +90,4 @@ def test_one_rank_may_explain_what_all_have_exchanged() -> None:
             comm.sparse_all_reduce(np.ones(1000), density=0.01, exchange="tree")
             return found
 
-    assert backends_in_threads(2, body) == [None, {"dense", "pairs", "tree", "balanced"}]
+    assert backends_in_threads(2, body) == [None, {"dense", "pairs", "hashed", "tree", "balanced"}]

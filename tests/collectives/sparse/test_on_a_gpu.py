@@ -12,7 +12,7 @@ from collectives.tables.cupy_arrays import load_cupy
 from tests.support import gpu_checks, gpu_exchange_checks
 from tests.support.feedback_steps import CASES
 from tests.support.selection_data import DATA, DTYPES
-from tests.support.sparse_steps import EXCHANGES, mixed_steps, steps_of_each
+from tests.support.sparse_steps import ON_GPUS, mixed_steps, steps_of_each
 from topoplan.errors import UsageError
 
 pytestmark = pytest.mark.gpu
@@ -37,10 +37,13 @@ CHECKS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
 ]
 
 STEPS: dict[str, dict[str, Any]] = {
-    **{f"momentum {momentum}": {"size": 300_007, "momentum": momentum} for momentum in (0.0, 0.9)},
-    **{f"{size} elements": {"size": size} for size in (0, 1, 3, 701)},
     **{
-        f"values {values}": {"exchanges": EXCHANGES[1:], "size": 30_011, "wire": WireFormat(values=values)}
+        f"momentum {momentum}": {"exchanges": ON_GPUS, "size": 300_007, "momentum": momentum}
+        for momentum in (0.0, 0.9)
+    },
+    **{f"{size} elements": {"exchanges": ON_GPUS, "size": size} for size in (0, 1, 3, 701)},
+    **{
+        f"values {values}": {"exchanges": ON_GPUS[1:], "size": 30_011, "wire": WireFormat(values=values)}
         for values in VALUES
     },
 }

@@ -228,7 +228,7 @@ def test_the_model_gathers_few_entries_and_sums_many() -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("exchange", ["dense", "pairs", "tree", "balanced"])
+@pytest.mark.parametrize("exchange", ["dense", "pairs", "hashed", "tree", "balanced"])
 def test_a_named_exchange_plans_no_other(exchange: str) -> None:
     """Its own model time is told, and a plan for gathered entries is made only where they are gathered."""
     with Communicator(forest_plan(8, "allreduce", "chain")) as comm:
@@ -238,7 +238,7 @@ def test_a_named_exchange_plans_no_other(exchange: str) -> None:
         assert told.reason.startswith("asked for; by the model ")
         every = comm.explain(gradients, density=0.01).seconds
         assert told.seconds[exchange] == every[exchange]
-        assert set(every) == {"dense", "pairs", "tree", "balanced"}
+        assert set(every) == {"dense", "pairs", "hashed", "tree", "balanced"}
 
 
 def test_keys_separate_residuals_and_states_can_be_restored() -> None:
@@ -285,6 +285,85 @@ def test_residuals_follow_the_loss_scale_and_states_have_scale_one(pair: Communi
         rest = pair.sparse_all_reduce([np.float32([0, 0])] * 2, loss_scale=2.0**100, **how)
         assert (first[0] / 1024).tolist() == [4, 0]
         assert (rest[0] / 2.0**101).tolist() == [0, 2 + 2 * momentum + momentum**2 if momentum else 2]
+
+
+# ---- layers and clipping
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("exchange", ["pairs", "hashed", "dense", "auto"])
+def test_every_layer_sends_its_own_largest_entries(
+    two_servers: Communicator, exchange: str, momentum: float
+) -> None:
+    """A layer with large values takes no entry of another one; with "dense" all are sent."""
+    layers = (1000, 0, 1, 1500, 500)
+    starts = np.cumsum((0, *layers))
+    key, kept = (
+        f"layers {exchange} {momentum}",
+        [[ErrorFeedback(size, momentum=momentum) for size in layers] for _ in range(4)],
+    )
+    for step in range(3):
+        given = whole_numbers(4, step)
+        for one in given:
+            one[1001:2501] *= 1000
+        wanted = np.zeros(SIZE, np.float32)
+        for mine, one in zip(kept, given, strict=True):
+            for feedback, start, size in zip(mine, starts, layers, strict=False):
+                if size:
+                    indices, values = feedback.feed(one[start : start + size], max(1, round(0.02 * size)))
+                    wanted[start + indices] += values
+        found = two_servers.sparse_all_reduce(
+            given, density=0.02, exchange=exchange, key=key, momentum=momentum, layers=layers
+        )
+        if exchange in ("pairs", "hashed"):
+            assert same(found, [wanted] * 4)
+        elif momentum == 0 and exchange == "dense":
+            assert same(found, [np.sum(given, axis=0)] * 4)
+    explained = two_servers.explain(whole_numbers(4, 0), density=0.02, layers=layers)
+    assert set(explained.seconds) == {"dense", "pairs", "hashed"}
+    assert explained.entries == 20 + 1 + 30 + 10
+
+
+def test_layers_must_cover_the_gradient_and_trees_do_not_have_them(two_servers: Communicator) -> None:
+    for layers, exchange, message in (
+        ((1, 2), "pairs", "layers must be the elements of each layer, 3001 together, got .1, 2."),
+        ((3000, 2, -1), "pairs", "layers must be the elements of each layer"),
+        ((3000, 1), "tree", "exchange 'tree' selects by the shards of its plan, not by layers; use pairs or"),
+        ((3000, 1), "servers", "exchange 'servers' selects by the shards"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            two_servers.sparse_all_reduce(
+                whole_numbers(4, 0), density=0.1, exchange=exchange, layers=layers, key="uncovered"
+            )
+
+
+@pytest.mark.parametrize("exchange", ["pairs", "hashed", "dense"])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_each_rank_clips_before_the_residual(pair: Communicator, exchange: str, scale: float) -> None:
+    """Gradients (3, 0) and (0, 4): the clipped average is (0.6, 0.8), that of clipped gradients (0.5, 0.5)."""
+    given = [np.float64([3, 0]) * scale, np.float64([0, 4]) * scale]
+    how: Any = {"density": 1.0, "exchange": exchange, "op": "avg", "loss_scale": scale}
+    after = pair.sparse_all_reduce(given, key="after", **how)[0] / scale
+    assert after.tolist() == [1.5, 2]
+    np.testing.assert_allclose(after / np.linalg.norm(after), [0.6, 0.8], rtol=1e-15)
+    for clip, wanted in ((2**0.5, 0.5), (1.0, 8**-0.5)):  # each at 1, and each at 1 / sqrt(2)
+        before = pair.sparse_all_reduce(given, key=f"before {clip}", clip=clip, **how)[1] / scale
+        np.testing.assert_allclose(before, [wanted, wanted], rtol=1e-14)
+    for one, copy in zip(given, (np.float64([3, 0]) * scale, np.float64([0, 4]) * scale), strict=True):
+        assert np.array_equal(one, copy), "gradients stay as they are"
+
+
+def test_a_spike_that_is_clipped_is_not_kept(pair: Communicator) -> None:
+    draw = np.random.default_rng(2)
+    spike = [draw.standard_normal(1000) * 1e300 for _ in range(2)]
+    pair.sparse_all_reduce(spike, density=0.01, exchange="pairs", clip=1.0, key="spike")
+    for state in pair.sparse_state()["spike"]:
+        assert 0.1 < np.linalg.norm(state["residual"]) <= 0.5**0.5
+    wrong = [np.full(1000, np.inf), np.ones(1000)]
+    found = pair.sparse_all_reduce(wrong, density=0.01, exchange="pairs", clip=1.0, key="spike")
+    assert np.isinf(found[1]).any()
+    with pytest.raises(UsageError, match="clip must be a norm above 0, got 0"):
+        pair.sparse_all_reduce(spike, density=0.01, clip=0)
 
 
 # ---- not finite

@@ -15,7 +15,7 @@ from collectives.sparse.codec import WireFormat
 from tests.support.gpu_ranks import on_every_rank, outcome
 from tests.support.selection_on_cpu import Launches
 from tests.support.sparse_steps import (
-    EXCHANGES,
+    ON_GPUS,
     TWO_SERVERS,
     Step,
     mixed_steps,
@@ -23,7 +23,7 @@ from tests.support.sparse_steps import (
     steps_of_each,
     taken,
 )
-from topoplan.errors import BackendError
+from topoplan.errors import BackendError, UsageError
 
 Array = NDArray[Any]
 Fake = tuple[Any, Launches]
@@ -43,15 +43,15 @@ def on_one_gpu(cupy: Any, steps: list[Step]) -> Any:
 STEPS: dict[str, Callable[[], list[Step]]] = {
     **{
         f"values {values}": partial(
-            steps_of_each, EXCHANGES[1:], count=2, wire=WireFormat(values=values, seed=3)
+            steps_of_each, ON_GPUS[1:], count=2, wire=WireFormat(values=values, seed=3)
         )
         for values in VALUES
     },
-    "no momentum": partial(steps_of_each, momentum=0.0),
-    "momentum": partial(steps_of_each, momentum=0.9),
+    "no momentum": partial(steps_of_each, ON_GPUS, momentum=0.0),
+    "momentum": partial(steps_of_each, ON_GPUS, momentum=0.9),
     "float16": partial(mixed_steps, "float16"),
     "float64": partial(mixed_steps, "float64"),
-    **{f"{size} elements": partial(steps_of_each, count=2, size=size) for size in (0, 1, 3)},
+    **{f"{size} elements": partial(steps_of_each, ON_GPUS, count=2, size=size) for size in (0, 1, 3)},
 }
 
 
@@ -120,7 +120,7 @@ def test_a_nan_shows_on_all_ranks_and_leaves_no_trace(fake: Fake) -> None:
     with Communicator(TWO_SERVERS, "loopback-gpu") as comm:
         comm.sparse_all_reduce([cupy.asarray(one) for one in first], density=0.01, exchange="pairs")
         before = comm.sparse_state()[""]
-        for exchange in EXCHANGES:
+        for exchange in ON_GPUS:
             given = [cupy.asarray(one) for one in second]
             sums = [one.get() for one in comm.sparse_all_reduce(given, density=0.01, exchange=exchange)]
             assert not np.isfinite(sums[0]).all()
@@ -143,13 +143,24 @@ def test_residuals_follow_the_loss_scale(fake: Fake, momentum: float) -> None:
             assert np.array_equal(a["residual"], b["residual"])
 
 
+def test_hashed_owners_refuse_gradients_on_a_gpu(fake: Fake) -> None:
+    cupy, _ = fake
+    with Communicator(TWO_SERVERS, "loopback-gpu") as comm:
+        given = [cupy.asarray(gradient) for gradient in next(iter(steps_of("pairs"))).gradients]
+        with pytest.raises(
+            UsageError, match="exchange 'hashed' needs gradients on the host, got gradients on a"
+        ):
+            comm.sparse_all_reduce(given, density=0.02, exchange="hashed")
+        assert "hashed" not in comm.explain(given, density=0.02).seconds
+
+
 def test_a_state_of_numpy_arrays_is_restored_on_a_gpu(fake: Fake) -> None:
     cupy, _ = fake
     first, second = (step.gradients for step in steps_of("tree", count=2))
     with Communicator(TWO_SERVERS) as one, Communicator(TWO_SERVERS, "loopback-gpu") as other:
         one.sparse_all_reduce(first, density=0.02, exchange="tree")
         state = one.sparse_state()
-        for exchange in EXCHANGES:
+        for exchange in ON_GPUS:
             for comm in (one, other):
                 comm.restore_sparse_state(state)
             given = [cupy.asarray(gradient) for gradient in second]
@@ -176,7 +187,7 @@ def test_writes_float16_averages_to_out(fake: Fake) -> None:
 @pytest.mark.thorough
 def test_values_beyond_the_encoding_are_sent_in_parts_and_infinities_shown(fake: Fake) -> None:
     cupy, _ = fake
-    steps = steps_of_each(EXCHANGES[1:], count=2, wire=WireFormat(values="float16"))
+    steps = steps_of_each(ON_GPUS[1:], count=2, wire=WireFormat(values="float16"))
     for step in steps:
         step.gradients[1][7] = 1e6
     assert on_one_gpu(cupy, steps) == wanted(steps)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from collectives import Communicator, GradientSynchronizer
 from collectives.training.averaging import InStepAverager
 from collectives.training.checkpoint_state import BucketPart, FilterState, describe_state
+from collectives.training.common_rows import CommonRows
 from collectives.training.exchange_settings import ExchangeSettings, TopK
 from collectives.training.gradient_filters import Quantize, Threshold
 from collectives.training.low_rank import LowRank
@@ -28,6 +29,7 @@ FILTERS: dict[str, dict[str, Any]] = {
     "sparse": {"compression": TopK(lambda step: 0.5 ** min(step + 1, 5), exchange="pairs", momentum=0.9)},
     "low rank": {"compression": LowRank(2, begins=1, matrices="bucket")},
     "layers": {"compression": LowRank(2, begins=0, matrices="layers")},
+    "rows": {"compression": CommonRows(0.3, columns=2)},
     "codes": {"compression": Quantize(8)},
     "significance": {"compression": Threshold(0.7)},
     "admission": {"compression": Threshold(0.7, admission=3, width=64)},

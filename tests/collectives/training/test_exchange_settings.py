@@ -23,7 +23,7 @@ from collectives import (
     TopK,
     WireFormat,
 )
-from collectives.training.exchange_settings import current_options, warn_of_deprecated
+from collectives.training.exchange_settings import ExchangeSettings, current_options, warn_of_deprecated
 from collectives.training.modes import SSP, LocalSGD
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import UsageError
@@ -65,6 +65,29 @@ def averages(**options: Any) -> list[list[bytes]]:
             synchronizer.after_step(zeros)
         synchronizer.finish(zeros)
         return found
+
+
+def test_an_automatic_density_has_one_text_and_one_number() -> None:
+    how = ExchangeSettings(compression=TopK("auto"))
+    assert f"{TopK('auto')}" == "TopK(auto, exchange='auto', momentum=0.0, wire=None)"
+    assert how.density_at(7) == 0.01
+    with pytest.raises(UsageError, match="density must be"):
+        TopK("automatic")  # type: ignore[arg-type]
+
+
+def test_per_and_clip_are_checked_and_compared() -> None:
+    assert f"{TopK(0.1)}" == "TopK(0.1, exchange='auto', momentum=0.0, wire=None)"
+    assert f"{TopK(0.1, per='layer', clip=2.0)}".endswith("wire=None, per='layer', clip=2.0)")
+    for options, message in (
+        (
+            {"per": "all"},
+            "per of TopK must be bucket or layer, got 'all'; for all parameters at once, make one",
+        ),
+        ({"per": "layer", "exchange": "tree"}, "exchange 'tree' selects by the shards of its plan"),
+        ({"clip": -1.0}, "clip of TopK must be a norm above 0, got -1.0"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            TopK(0.1, **options)
 
 
 @pytest.mark.parametrize("name", SAME)

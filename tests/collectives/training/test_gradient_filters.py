@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 import topoplan
 from collectives import GradientSynchronizer
 from collectives.sparse.quantization import code_levels, from_fixed_point, largest_magnitudes, to_fixed_point
+from collectives.training.common_rows import CommonRows
 from collectives.training.gradient_filters import Cast, CountMin, Quantize, Threshold
 from collectives.training.low_rank import LowRank, orthonormal, outer
 from topoplan.errors import UsageError
@@ -45,6 +46,7 @@ FILTERS: dict[str, dict[str, Any]] = {
     "codes": {"compression": Quantize(8)},
     "low rank": {"compression": LowRank(2, begins=0, matrices="bucket")},
     "layers": {"compression": LowRank(2, begins=0, matrices="layers")},
+    "rows": {"compression": CommonRows(0.2)},
     "significance": {"compression": Threshold(4.0)},
     "admission": {"compression": Threshold(4.0, admission=3)},
 }

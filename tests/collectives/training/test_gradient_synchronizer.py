@@ -25,6 +25,7 @@ from collectives.backends.loopback.gpu_loopback import LoopbackGpu
 from collectives.backends.loopback.loopback_backend import Loopback
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.training.buckets import GradientSpec, buckets_of
+from collectives.training.common_rows import CommonRows
 from collectives.training.exchange_settings import Shrink, TopK
 from collectives.training.gradient_filters import Quantize, Threshold
 from collectives.training.low_rank import LowRank
@@ -391,6 +392,7 @@ KEEPING: dict[str, dict[str, Any]] = {
     "servers": {"compression": TopK(0.05, exchange="dense")},
     "low rank": {"compression": LowRank(1, begins=0, matrices="bucket")},
     "layers": {"compression": LowRank(1, begins=0, matrices="layers")},
+    "rows": {"compression": CommonRows(0.1, columns=2)},
     "significance": {"compression": Threshold(30.0)},
     "admission": {"compression": Threshold(30.0, admission=2, width=64)},
 }
@@ -432,7 +434,53 @@ def test_a_step_that_is_not_finite_shows_on_all_ranks_and_leaves_no_trace(
     )
 
 
-@pytest.mark.parametrize("how", ["density", "momentum", "low rank", "significance"])
+def test_says_once_that_dense_gradients_may_be_faster(caplog: pytest.LogCaptureFixture) -> None:
+    """On one host the selection takes longer than the sum; an automatic density then sends all."""
+    zeros = [np.zeros(1 << 18, np.float32), np.zeros(1 << 18, np.float32)]
+    given = [[np.ones_like(one) for one in zeros]] * 4
+    told = []
+    for density in (0.01, "auto"):
+        caplog.clear()
+        with (
+            caplog.at_level("INFO", logger="collectives"),
+            GradientSynchronizer(
+                [zeros] * 4,
+                topoplan.plan("v100x4"),
+                backend="loopback",
+                bucket_bytes=1 << 20,
+                compression=TopK(density),
+            ) as synchronizer,
+        ):
+            averages = [synchronizer.step(given) for _ in range(2)]
+        told.append([one for one in caplog.messages if "dense gradients are predicted to take" in one])
+        assert np.count_nonzero(averages[0][0][0]) == (2621 if density == 0.01 else 1 << 18)
+    assert [len(one) for one in told] == [1, 0]
+    assert "TopK('auto') or no compression may be faster" in told[0][0]
+
+
+def test_every_parameter_sends_its_own_share() -> None:
+    """Of the largest entries of a bucket, all would be of the first parameter."""
+    draw, zeros = np.random.default_rng(4), [np.zeros((20, 10), np.float32), np.zeros(100, np.float32)]
+    given = [
+        [
+            (draw.standard_normal(one.shape) * (100, 1)[number]).astype(np.float32)
+            for number, one in enumerate(zeros)
+        ]
+        for _ in range(4)
+    ]
+    counts = {}
+    for per in ("bucket", "layer"):
+        how = TopK(0.05, exchange="pairs", per=per)
+        plan = topoplan.plan("v100x4")
+        with GradientSynchronizer([zeros] * 4, plan, backend="loopback", compression=how) as synchronizer:
+            (averages, *_) = synchronizer.step(given)
+        counts[per] = [np.count_nonzero(one) for one in averages]
+    assert counts["bucket"][1] == 0
+    assert 5 <= counts["layer"][1] <= 20
+    assert 10 <= counts["layer"][0] <= 40
+
+
+@pytest.mark.parametrize("how", ["density", "momentum", "low rank", "rows", "significance"])
 def test_residuals_are_delivered_whatever_the_loss_scale(how: str) -> None:
     steps = [whole_numbers(seed, SPARSE) for seed in range(5)]
     found = []

@@ -64,7 +64,13 @@ def test_the_divisor_is_the_number_of_ranks_that_gave_a_gradient(options: dict[s
 
 
 @pytest.mark.parametrize(
-    "exchange", ["pairs", "tree", "dense", pytest.param("servers", marks=pytest.mark.thorough)]
+    "exchange",
+    [
+        "pairs",
+        "tree",
+        "dense",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("hashed", "servers")),
+    ],
 )
 def test_survivors_neither_lose_nor_repeat_sparse_gradients(exchange: str) -> None:
     """Whole numbers: what the survivors give and keep is what they had, with what the lost rank gave in its time."""
