@@ -121,7 +121,7 @@ def test_the_buffer_of_a_late_rank_crosses_its_port_after_it_comes() -> None:
     with pytest.raises(UsageError, match="a late rank must be 0 to 1, got 2"):
         topoplan.simulate(pair, SIZE, late={2: 0.25})
     with pytest.raises(UsageError, match="late goes with one size"):
-        topoplan.simulate(pair, late={1: 0.25})
+        topoplan.simulate(pair, late={1: 0.25})  # type: ignore[call-overload]
 
 
 @pytest.mark.thorough
