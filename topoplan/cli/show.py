@@ -254,9 +254,10 @@ def _shown_by_kind(cluster: ClusterByKind) -> Answer:
     for kind, count in cluster.runs:
         kinds.setdefault(cluster.kinds[kind], []).extend(f"s{server + i}" for i in range(count))
         server += count
-    # The cables of a torus lead to equal servers.
+    # In a torus the first server of each kind shows all but the cables.
+    first = [int(names[0].removeprefix("s")) for names in kinds.values()]
     in_torus = cluster.network.kind == "torus"
-    sampled = cluster.joined([0], [1]) if in_torus else cluster.sample(1).topology
+    sampled = cluster.joined(first, [1] * len(first)) if in_torus else cluster.sample(1).topology
     few = representative_servers(merged(sampled))
     notes = cluster.notes
 
