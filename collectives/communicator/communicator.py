@@ -492,8 +492,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         """One line of text with which another process may `join` in place of a failed rank, for a file or a variable.
 
         It has the addresses of the current ranks, is valid as long as one of them runs, and admits its holder to the
-        job. Raises `UsageError` if all ranks are in this process, the back end cannot recover, or its ranks are of the
-        process group "topoplan".
+        job. Raises `UsageError` if all ranks are in this process, or the back end cannot recover.
         """
         return self._members.survivors("admit joining ranks").invitation
 
@@ -524,7 +523,13 @@ class Communicator(DenseCollectives, SparseCollectives):
         if seat is not None:
             deprecated("join(seat=)", "write original_rank=")
             original_rank = seat
-        survivors = MembershipProtocol.request_to_join(join_token, original_rank=original_rank, wait=wait)
+        return cls._admitted(
+            MembershipProtocol.request_to_join(join_token, original_rank=original_rank, wait=wait)
+        )
+
+    @classmethod
+    def _admitted(cls, survivors: MembershipProtocol) -> Communicator:
+        """Return the communicator of a rank that the others have admitted; closes `survivors` on an error."""
         try:
             recovered, settings = join_recovery(survivors)
         except BaseException:

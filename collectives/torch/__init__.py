@@ -3,6 +3,7 @@
 from typing import Any
 
 from collectives.torch.hook import HookState, topoplan_hook
+from collectives.torch.joining import Grown, grow, join_token
 from collectives.torch.process_group import ProcessGroupTopoplan
 from collectives.torch.recovery import Shrunk
 from collectives.training.exchange_settings import Shrink, TopK
@@ -16,6 +17,7 @@ __all__ = [
     "BSP",
     "SSP",
     "Cast",
+    "Grown",
     "HookState",
     "LocalSGD",
     "LowRank",
@@ -25,6 +27,8 @@ __all__ = [
     "Shrunk",
     "Threshold",
     "TopK",
+    "grow",
+    "join_token",
     "topoplan_hook",
 ]
 
