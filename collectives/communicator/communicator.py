@@ -663,6 +663,18 @@ class Communicator(DenseCollectives, SparseCollectives):
         """Return `gather_texts`, from a task of `run_in_order`."""
         return self._open().gather_texts(text)
 
+    def _submit(self, task: Callable[[], Any]) -> Handle[Any]:
+        """Start a task of several collectives in the background, in the order of the others."""
+        return self._in_order.submit(task)
+
+    def _all_gather_in_order(self, array: Any) -> Any:
+        """Return `all_gather` of one rank's array, from a task of `_submit`."""
+        execution, membership = self._members.present
+        if self._members.repeats:
+            seats, outcome = membership.seats, CollectiveOutcome()
+            return self._members.run_to_end("allgather", None, None, array, None, seats, outcome)
+        return self._members.run(execution, request("allgather", execution.backend, array, out=None))
+
     def abort(self, reason: str) -> None:
         """End all current and later collectives of this rank, from any thread: pending waits raise.
 

@@ -44,6 +44,7 @@ from collectives.torch.group_arguments import (
     split_counts,
     times,
 )
+from collectives.torch.sparse_rows import check_sparse, start_sum_of_rows
 from topoplan.errors import UsageError
 
 Result = TypeVar("Result")
@@ -75,10 +76,15 @@ class GroupCollectives:
     def allreduce(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
         if not isinstance(tensors, list):
             return self.inner.allreduce(tensors, *given_options(opts), *others)
+        if any(one.layout != torch.strided for one in tensors):
+            return self._reduced_rows(tensors, opts)
         self._check_on_all(lambda: check_results(tensors, "tensor"))
         if len(tensors) == 1 and self._reduces(tensors, opts):
             return self._reduced(tensors, opts)
         return self._in_place("allreduce", tensors, opts, op=op_name(opts))
+
+    def allreduce_sparse(self, tensors: Any, opts: Any = None) -> Any:
+        return self._reduced_rows(tensors, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
         if not isinstance(tensors, list):
@@ -423,6 +429,24 @@ class GroupCollectives:
             tensors,
             opts,
         )
+
+    def _reduced_rows(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Reduce a sparse tensor by its rows: by plan on the CPU."""
+        if self._planned() and all(one.device.type == "cpu" for one in tensors):
+            op, factor = operation_of(opts)
+            self._check_on_all(lambda: check_sparse(tensors, op if factor is None else ""))
+            assert self.communicator is not None, "there is a plan"
+            handle = start_sum_of_rows(self.communicator, tensors[0], op)
+            arrays, device = self.communicator.arrays, tensors[0].device
+
+            def finish() -> None:
+                # in inference mode torch could not use the indices and values of another tensor later
+                with torch.inference_mode(tensors[0].is_inference()), torch.no_grad():
+                    tensors[0].copy_(handle.wait())
+
+            future = future_of(handle, tensors, device=device, arrays=arrays, finish=finish)
+            return self._record(PlannedWork(handle, future, tensors, self._timed_out.append), opts)
+        return self._in_place("allreduce", tensors, opts, op=op_name(opts))
 
     def _gathered(
         self,

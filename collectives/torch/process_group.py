@@ -261,9 +261,9 @@ class ProcessGroupTopoplan(GroupCollectives):
             self.inner.abort()
         self._lost.append(self.inner)
         self.inner = self.carrier = group
-        numbers = dist.distributed_c10d._world.pg_group_ranks
+        numbers: dict[Any, dict[int, int]] = dist.distributed_c10d._world.pg_group_ranks
         if self in numbers:
-            numbers[cast("dist.ProcessGroup", self)] = {rank: rank for rank in range(group.size())}
+            numbers[self] = {rank: rank for rank in range(group.size())}
 
 
 def _delegated(name: str) -> Callable[..., Any]:
