@@ -3,8 +3,9 @@
 ``python -m tests.bench rejoin --rounds N`` runs four ranks with TOPOPLAN_ON_FAILURE=shrink on the CPU. In each round of
 six steps a rank kills itself (SIGKILL) before the forward pass, before the backward pass or after it, and two steps
 later a new process, started before, joins by `collectives.torch.grow`. Times are from the signal to the end of the
-next step on all survivors, and from the join token to the end of `grow` on the joining process. After each step an
-all_reduce of integers is compared with its sum, and after each round the parameters of all ranks.
+next step on all survivors, with a survivor's processor seconds for both steps, and from the join token to the end of
+`grow` on the joining process. After each step an all_reduce of integers is compared with its sum, and after each round
+the parameters of all ranks.
 """
 
 from __future__ import annotations
@@ -54,12 +55,14 @@ def main(words: Sequence[str] = ()) -> None:
             ends[one["round"]] = max(ends.get(one["round"], 0.0), one["after"])
     died = {one["round"]: one["died"] for one in records if "died" in one}
     steps = [ends[number] - died[number] for number in sorted(ends) if number in died]
+    cpu = [one["cpu"] for one in records if "cpu" in one]
     joins = [one["joined"] for one in records if "joined" in one]
     wrong = sum(one.get("wrong", 0) for one in records)
     last = [one for one in records if "threads" in one]
     print(f"{SIZE} ranks of DDP over topoplan, {given.rounds} rounds, seed {given.seed}")
     for name, seconds in (
         ("killed to the end of the next step", steps),
+        ("processor seconds of a survivor", cpu),
         ("join token to the end of grow", joins),
     ):
         print(
@@ -132,7 +135,7 @@ def train(me: int, port: int, first: int, victims: Sequence[tuple[int, str]], fo
     def note(**what: Any) -> None:
         records.write(json.dumps(what) + "\n")
 
-    step = 0
+    step, before = 0, 0.0
     if comes:
         loss_of(model, inputs(me, 0)).backward()  # arranges the buckets
         door = folder / f"token {first - 1}"
@@ -145,6 +148,8 @@ def train(me: int, port: int, first: int, victims: Sequence[tuple[int, str]], fo
         number, within = divmod(step, STEPS)
         victim, phase = victims[number]
         dies = within == KILL and me == victim
+        if within == KILL:
+            before = time.process_time()
         if within == BACK and dist.get_world_size() < SIZE:
             if dist.get_rank() == 0:
                 new = folder / f"new {number}"
@@ -161,7 +166,7 @@ def train(me: int, port: int, first: int, victims: Sequence[tuple[int, str]], fo
             lambda number=number: note(round=number, died=time.monotonic()),
         )
         if within == KILL + 1:
-            note(round=number, after=time.monotonic())
+            note(round=number, after=time.monotonic(), cpu=time.process_time() - before)
         note(wrong=_wrong_sums(me, step))
         if within == STEPS - 1:
             text = json.dumps([one.tolist() for one in model.parameters()])
