@@ -354,7 +354,7 @@ class HookState:
         Raises
         ------
         UsageError
-            `Shrink` or ``parameters`` is missing; the default group is "topoplan" (`collectives.torch.grow`); or this
+            `Shrink` or ``parameters`` is missing; the group survives failures too (`collectives.torch.grow`); or this
             rank has joined with another model or settings.
         """
         self._connect()
@@ -362,9 +362,9 @@ class HookState:
         if not isinstance(buckets, RecoveringExchange):
             raise UsageError("grow() needs fault_tolerance=Shrink(); give it to HookState")
         planned = ProcessGroupTopoplan.of(self.group)
-        if planned is not None and planned.whole:
+        if planned is not None and planned.goes_on:
             raise UsageError(
-                "state.grow() does not let ranks into the process group topoplan; leave the hook out and use "
+                "state.grow() lets no rank into the process group topoplan; leave the hook out and use "
                 "collectives.torch.grow, or init_process_group('gloo') with the hook"
             )
 

@@ -43,6 +43,7 @@ def join_token() -> str:
     """Return one line of text with which another process may join the default group "topoplan" by `grow`.
 
     It is that of `Communicator.join_token`: valid as long as one of the present ranks runs, for a file or a variable.
+    Before the first collective of the group it waits for that of the other ranks.
 
     Raises
     ------

@@ -212,7 +212,7 @@ class ProcessGroupTopoplan(GroupCollectives):
         if not self.whole or not self._planned() or not self.goes_on:
             raise UsageError(
                 f"ranks join the default process group topoplan with {ON_FAILURE}=shrink on all ranks, and this one "
-                f"is not of that kind; set the variable before init_process_group"
+                "is not of that kind; set the variable before init_process_group"
             )
         assert self.communicator is not None, "there is a plan"
         return self.communicator
@@ -239,7 +239,8 @@ class ProcessGroupTopoplan(GroupCollectives):
         try:
             self.communicator = Communicator._admitted(survivors)
         except BaseException:
-            self._use(inner)
+            if self.inner is not inner:
+                self._use(inner)
             raise
         alone.close()
 
@@ -257,7 +258,7 @@ class ProcessGroupTopoplan(GroupCollectives):
 
     def _use(self, group: dist.ProcessGroup) -> None:
         """Replace the inner group; the one before is dropped when gloo's threads are idle, which this makes them."""
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, AttributeError):  # releases of torch that cannot
             self.inner.abort()
         self._lost.append(self.inner)
         self.inner = self.carrier = group

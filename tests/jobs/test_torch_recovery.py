@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 import torch.distributed as dist  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from collectives.torch import HookState, grow, join_token, topoplan_hook  # noqa: E402
+from collectives.torch import Grown, HookState, grow, join_token, topoplan_hook  # noqa: E402
 from collectives.training.exchange_settings import Shrink  # noqa: E402
 from tests.jobs.torch_recovery_ranks import STEPS, Training, inputs, loss_of, network, played  # noqa: E402
 from topoplan.errors import UsageError  # noqa: E402
@@ -233,6 +233,32 @@ def test_a_joining_process_with_another_model_or_buckets_or_without_the_group_is
     ):
         assert text in found
     assert furthest(told[1]["parameters"], expected(what, rescaled=False, divided_late=True)) < 1e-12
+
+
+def test_the_hook_lets_no_rank_into_a_group_that_survives_failures_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks and those of the group would differ; a text that is not a token leaves the group as it is."""
+    monkeypatch.setenv("TOPOPLAN_ON_FAILURE", "shrink")
+    dist.init_process_group("topoplan", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(network())
+        loss_of(model, inputs(0, 0)).backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert grow(model, optimizer, step=4) == Grown((), 4)
+        with pytest.raises(UsageError, match="join_token, got 'any'"):
+            grow(model, optimizer, join_token="any")
+        state = HookState(parameters=model.parameters(), fault_tolerance=Shrink())
+        state.register(model)
+        with pytest.raises(UsageError, match="lets no rank into the process group topoplan"):
+            state.grow(model, optimizer)
+        state.close()
+        ones = torch.ones(3)
+        dist.all_reduce(ones)
+        dist.barrier()
+        assert ones.tolist() == [1.0] * 3
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_group_that_does_not_survive_failures_admits_no_process(tmp_path: Path) -> None:
