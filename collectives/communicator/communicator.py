@@ -494,8 +494,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         """One line of text with which another process may `join` in place of a failed rank, for a file or a variable.
 
         It has the addresses of the current ranks, is valid as long as one of them runs, and admits its holder to the
-        job. Raises `UsageError` if all ranks are in this process, the back end cannot recover, or its ranks are of the
-        process group "topoplan".
+        job. Raises `UsageError` if all ranks are in this process, or the back end cannot recover.
         """
         return self._members.survivors("admit joining ranks").invitation
 
@@ -526,7 +525,13 @@ class Communicator(DenseCollectives, SparseCollectives):
         if seat is not None:
             deprecated("join(seat=)", "write original_rank=")
             original_rank = seat
-        survivors = MembershipProtocol.request_to_join(join_token, original_rank=original_rank, wait=wait)
+        return cls._admitted(
+            MembershipProtocol.request_to_join(join_token, original_rank=original_rank, wait=wait)
+        )
+
+    @classmethod
+    def _admitted(cls, survivors: MembershipProtocol) -> Communicator:
+        """Return the communicator of a rank that the others have admitted; closes `survivors` on an error."""
         try:
             recovered, settings = join_recovery(survivors)
         except BaseException:
@@ -659,6 +664,18 @@ class Communicator(DenseCollectives, SparseCollectives):
     def _gather_texts_in_order(self, text: str) -> list[str]:
         """Return `gather_texts`, from a task of `run_in_order`."""
         return self._open().gather_texts(text)
+
+    def _submit(self, task: Callable[[], Any]) -> Handle[Any]:
+        """Start a task of several collectives in the background, in the order of the others."""
+        return self._in_order.submit(task)
+
+    def _all_gather_in_order(self, array: Any) -> Any:
+        """Return `all_gather` of one rank's array, from a task of `_submit`."""
+        execution, membership = self._members.present
+        if self._members.repeats:
+            seats, outcome = membership.seats, CollectiveOutcome()
+            return self._members.run_to_end("allgather", None, None, array, None, seats, outcome)
+        return self._members.run(execution, request("allgather", execution.backend, array, out=None))
 
     def abort(self, reason: str) -> None:
         """End all current and later collectives of this rank, from any thread: pending waits raise.

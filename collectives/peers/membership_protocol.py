@@ -70,8 +70,8 @@ class MembershipProtocol:
     timeout : float
         Seconds of a collective, on a rank that joined.
     beside : callable or None
-        A further protocol that recovers with these ranks and admits no joining rank. The survivors call it first, with
-        a gather over them, the rank, the size and `local`.
+        A further protocol that recovers with these ranks. All ranks call it before they make their back ends, with a
+        gather over them, the rank, the size and `local`; a joining rank must have one if the others do.
     """
 
     def __init__(self, local: str) -> None:

@@ -168,11 +168,6 @@ class CommunicatorMembers:
         backend = self.execution.backend
         if backend.survivors is None:
             raise UsageError(f"cannot {to}: {RECOVERY_UNSUPPORTED.format(name=backend.name)}")
-        if backend.survivors.beside is not None:
-            raise UsageError(
-                f"cannot {to}: a process group of torch can exclude ranks but not admit any; use gloo, and DDP with "
-                "HookState(fault_tolerance=Shrink()), whose grow does"
-            )
         return backend.survivors
 
     def run(self, execution: Execution[Any], checked: Request[Any]) -> Any:

@@ -494,6 +494,20 @@ class _JoinMessage:
         return _JoinMessage(Membership(whole, PlanChange.of(links.pop("without"), **links)), terms)
 
 
+def _check_way_to_join(survivors: MembershipProtocol, *, grouped: bool) -> None:
+    """Raise `UsageError` on a joining rank without a process group in a job that has one (`grouped`), or with one."""
+    if grouped and survivors.beside is None:
+        raise UsageError(
+            "the ranks of this join_token have the process group topoplan; join by "
+            "collectives.torch.grow(model, optimizer, join_token=...)"
+        )
+    if survivors.beside is not None and not grouped:
+        raise UsageError(
+            "join_token must be that of collectives.torch.join_token(), got that of ranks without the process group "
+            "topoplan; join by Communicator.join, or HookState(fault_tolerance=Shrink(join_token=...))"
+        )
+
+
 def _rebuild(
     survivors: MembershipProtocol,
     state: RecoveryState | None,
@@ -516,8 +530,11 @@ def _rebuild(
     rank, size = survivors.members.index(survivors.rank), len(survivors.members)
     known = None if state is None else _JoinMessage(state.membership, state.terms)
     own = "" if state is None else f"{state.membership.change.digest} {state.plans.digest}"
-    reports = [json.loads(text) for text in gather(json.dumps([own, only_changed, sorted(lost)]))]
-    has = [one for one, _, _ in reports]
+    report = [own, only_changed, sorted(lost), survivors.beside is not None]
+    reports = [json.loads(text) for text in gather(json.dumps(report))]
+    if state is None:
+        _check_way_to_join(survivors, grouped=any(group for one, _, _, group in reports if one))
+    has = [one for one, *_ in reports]
     if len(set(has)) > 1:  # a rank joins, or knew of an agreement that others did not
         sender = next(place for place, one in enumerate(has) if one)
         mine = known.text(whole="" in has) if known and rank == sender else ""
@@ -525,22 +542,24 @@ def _rebuild(
         if received is not None:
             received[:] = [known]
     assert known is not None, "a joining rank has received it"
-    membership = known.membership.at(survivors.seats).without(name for *_, names in reports for name in names)
+    membership = known.membership.at(survivors.seats).without(
+        name for _, _, names, _ in reports for name in names
+    )
     if state is not None and set(has) == {f"{membership.change.digest} {state.plans.digest}"}:
-        if all(unchanged for _, unchanged, _ in reports):
+        if all(unchanged for _, unchanged, *_ in reports):
             survivors.state.unchanged()
             return None
         plans = state.plans
     else:
         plans = plan_on_one_rank(gather, membership.plan, rank=rank)
     made: Any
+    if survivors.beside is not None:
+        survivors.beside(gather, rank, size, survivors.local)
     if state is None:
         made = open_joining_backend(
             known.terms.backend, gather, rank, size, survivors, known.terms.timeout, known.terms.about
         )
     else:
-        if survivors.beside is not None:
-            survivors.beside(gather, rank, size, survivors.local)
         made = state.backend.go_on(gather, rank=rank, size=size)
     try:
         own_progress, epoch = (NO_PROGRESS, -1) if state is None else (state.progress, state.epoch)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from collectives.torch.hook import HookState, topoplan_hook
+from collectives.torch.joining import Grown, grow, join_token
 from collectives.torch.process_group import ProcessGroupTopoplan
 from collectives.torch.recovery import Shrunk
 from collectives.training.common_rows import CommonRows
@@ -18,6 +19,7 @@ __all__ = [
     "SSP",
     "Cast",
     "CommonRows",
+    "Grown",
     "HookState",
     "LocalSGD",
     "LowRank",
@@ -27,6 +29,8 @@ __all__ = [
     "Shrunk",
     "Threshold",
     "TopK",
+    "grow",
+    "join_token",
     "topoplan_hook",
 ]
 

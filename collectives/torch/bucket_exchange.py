@@ -22,7 +22,6 @@ from torch import nn
 from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.tables.torch_arrays import on_gpu
 from collectives.torch.futures import future_of
@@ -32,16 +31,13 @@ from collectives.torch.parameter_residuals import (
     ParameterResiduals,
     real_count,
 )
+from collectives.torch.sparse_rows import NARROW, average_rows, sparse_rows
 from collectives.training.averaging import InStepAverager
 from collectives.training.buckets import DataPresence, error_in_bucket
 from collectives.training.checkpoint_state import BucketPart, describe_state, real_shape, warn_of_unused_state
-from collectives.training.gradient_filters import Cast, Threshold, reduce_line
+from collectives.training.gradient_filters import Cast, Threshold
 from collectives.training.report import Recorder
 from topoplan.errors import TopoplanError
-
-NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-"""Types to which dense gradients may be rounded."""
-
 
 Buckets = tuple[tuple[int, ...], ...]
 """The numbers of the parameters of each bucket of a step."""
@@ -419,75 +415,6 @@ class BuiltInBucketExchange:
         flag = torch.tensor([here], device=self._device)
         dist.all_reduce(flag, group=self._group)
         return int(flag.item())
-
-
-def average_rows(communicator: Communicator, gradient: torch.Tensor, *, async_op: bool) -> Handle[Any]:
-    """Average a sparse COO tensor over all ranks by their rows, in place; all ranks get the same bits.
-
-    The gradient becomes coalesced, with every row that any rank has. Rows are added in the order of the ranks, those of
-    16 bits in float32. The call waits for the largest number of rows of a rank. One rank in each process.
-    """
-    own, device = gradient.coalesce(), gradient.device
-    indices, values = own.indices(), own.values()
-    count, axes = indices.shape[1], indices.shape[0]
-    dtype = values.dtype
-    wide = torch.float32 if dtype in NARROW.values() else dtype
-    most = torch.tensor([count], device=device)
-    reduce_line(communicator, [most], "max")
-    index_bytes = 8 * axes * int(most)
-    row_bytes = dtype.itemsize * math.prod(values.shape[1:])
-    message = torch.zeros(8 + index_bytes + row_bytes * int(most), dtype=torch.uint8, device=device)
-    message[:8] = torch.tensor([count], device=device).view(torch.uint8)
-    message[8 : 8 + 8 * axes * count] = indices.reshape(-1).view(torch.uint8)
-    start = 8 + index_bytes
-    message[start : start + row_bytes * count] = values.reshape(-1).view(torch.uint8)
-    sizes = torch.tensor(gradient.shape[:axes], device=device)
-
-    def rows_of(one: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the numbers of a rank's rows, counted over all sparse axes, and their values."""
-        held = int(one[:8].clone().view(torch.int64))
-        places = one[8 : 8 + 8 * axes * held].clone().view(torch.int64).view(axes, held)
-        found = one[start : start + row_bytes * held].clone().view(dtype).view(held, *values.shape[1:])
-        numbers = torch.zeros(held, dtype=torch.int64, device=device)
-        for place, size in zip(places, sizes, strict=True):
-            numbers = numbers * size + place
-        return numbers, found.to(wide)
-
-    def added(gathered: torch.Tensor) -> torch.Tensor:
-        ranks = [rows_of(one) for one in gathered.view(-1, message.numel())]
-        numbers = torch.unique(torch.cat([places for places, _ in ranks]))
-        total = torch.zeros(len(numbers), *values.shape[1:], dtype=wide, device=device)
-        for places, found in ranks:
-            total.index_add_(0, torch.searchsorted(numbers, places), found)
-        average = (total / len(ranks)).to(dtype)
-        where = torch.stack(torch.unravel_index(numbers, gradient.shape[:axes]))
-        gradient.copy_(sparse_rows(where, average, gradient.shape))
-        return gradient
-
-    asynchronous = async_op or communicator.on_failure == "shrink"
-    return Handle.around(communicator.all_gather(message, async_op=asynchronous)).then(added)
-
-
-def rows_in(values: torch.Tensor, axes: int, also: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the rows of a dense tensor that are not zero as a sparse one; the first `axes` axes number rows.
-
-    `also` is an (axes, n) int64 tensor of rows that are included in any case.
-
-    >>> rows_in(torch.tensor([[0.0, 0.0], [0.0, 3.0], [0.0, 0.0]]), 1, torch.tensor([[2]])).indices().tolist()
-    [[1, 2]]
-    """
-    chosen = values.ne(0)
-    if values.dim() > axes:
-        chosen = chosen.flatten(axes).any(-1)
-    if also is not None:
-        chosen[tuple(also)] = True
-    where = chosen.nonzero().T
-    return sparse_rows(where, values[tuple(where)], values.shape)
-
-
-def sparse_rows(where: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a sparse tensor of rows in ascending order without repetition."""
-    return torch.sparse_coo_tensor(where, values, shape, is_coalesced=True, check_invariants=False)
 
 
 def give_unused_rows(model: DistributedDataParallel) -> None:

@@ -74,6 +74,15 @@ def parts_of(line: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[to
     return torch.split(line, [one.numel() for one in tensors])
 
 
+def blocks_of(line: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
+    """Return a line in a part for each of `size` ranks.
+
+    >>> blocks_of(torch.arange(4), 2)
+    (tensor([0, 1]), tensor([2, 3]))
+    """
+    return line.view(size, -1).unbind() if line.numel() else [line] * size
+
+
 def copy_lines(targets: Sequence[torch.Tensor], lines: Sequence[torch.Tensor]) -> None:
     """Copy lines into tensors, except lines that share their memory."""
     with torch.inference_mode():

@@ -23,6 +23,7 @@ from collectives.tables.torch_arrays import TORCH_DTYPES
 from collectives.torch.futures import JointWork, PlannedWork, future_of
 from collectives.torch.group_arguments import (
     as_types,
+    blocks_of,
     check_alike,
     check_blocks,
     check_dense,
@@ -43,6 +44,7 @@ from collectives.torch.group_arguments import (
     split_counts,
     times,
 )
+from collectives.torch.sparse_rows import check_sparse, start_sum_of_rows
 from topoplan.errors import UsageError
 
 Result = TypeVar("Result")
@@ -74,10 +76,15 @@ class GroupCollectives:
     def allreduce(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
         if not isinstance(tensors, list):
             return self.inner.allreduce(tensors, *given_options(opts), *others)
+        if any(one.layout != torch.strided for one in tensors):
+            return self._reduced_rows(tensors, opts)
         self._check_on_all(lambda: check_results(tensors, "tensor"))
         if len(tensors) == 1 and self._reduces(tensors, opts):
             return self._reduced(tensors, opts)
         return self._in_place("allreduce", tensors, opts, op=op_name(opts))
+
+    def allreduce_sparse(self, tensors: Any, opts: Any = None) -> Any:
+        return self._reduced_rows(tensors, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
         if not isinstance(tensors, list):
@@ -216,16 +223,18 @@ class GroupCollectives:
         )
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        def check() -> None:
+        def check() -> int:
+            size = self.size()
             check_length(outputs, len(inputs), "outputs", of="inputs")
             for one, other in zip(outputs, inputs, strict=True):
-                check_blocks(one, other, self.size(), "output", "input")
+                check_blocks(one, other, size, "output", "input")
             check_results(outputs, "output")
+            return size
 
-        self._check_on_all(check)
+        size = self._check_on_all(check)
         if self._carries(inputs, None):
             lines = [line_of(one) for one in outputs]
-            rows = list(zip(*(self._blocks(one) for one in lines), strict=True))
+            rows = list(zip(*(blocks_of(one, size) for one in lines), strict=True))
             return self._gathered(rows, inputs, outputs, opts, then=lambda: copy_lines(outputs, lines))
         works = [self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
         return JointWork(works)
@@ -258,15 +267,17 @@ class GroupCollectives:
         return self._scattered_by_inner_group(output, line_of(input), opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        def check() -> None:
+        def check() -> int:
+            size = self.size()
             check_length(outputs, len(inputs), "outputs", of="inputs")
             for one, other in zip(outputs, inputs, strict=True):
-                check_blocks(other, one, self.size(), "input", "output")
+                check_blocks(other, one, size, "input", "output")
             check_results(outputs, "output")
+            return size
 
-        self._check_on_all(check)
+        size = self._check_on_all(check)
         if self._reduces([*inputs, *outputs], opts):
-            blocks = zip(*(self._blocks(line_of(one)) for one in inputs), strict=True)
+            blocks = zip(*(blocks_of(line_of(one), size) for one in inputs), strict=True)
             return self._scattered(outputs, joined_line([part for row in blocks for part in row]), opts)
         works = [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
         return JointWork(works)
@@ -419,6 +430,24 @@ class GroupCollectives:
             opts,
         )
 
+    def _reduced_rows(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Reduce a sparse tensor by its rows: by plan on the CPU."""
+        if self._planned() and all(one.device.type == "cpu" for one in tensors):
+            op, factor = operation_of(opts)
+            self._check_on_all(lambda: check_sparse(tensors, op if factor is None else ""))
+            assert self.communicator is not None, "there is a plan"
+            handle = start_sum_of_rows(self.communicator, tensors[0], op)
+            arrays, device = self.communicator.arrays, tensors[0].device
+
+            def finish() -> None:
+                # in inference mode torch could not use the indices and values of another tensor later
+                with torch.inference_mode(tensors[0].is_inference()), torch.no_grad():
+                    tensors[0].copy_(handle.wait())
+
+            future = future_of(handle, tensors, device=device, arrays=arrays, finish=finish)
+            return self._record(PlannedWork(handle, future, tensors, self._timed_out.append), opts)
+        return self._in_place("allreduce", tensors, opts, op=op_name(opts))
+
     def _gathered(
         self,
         rows: Sequence[Sequence[torch.Tensor]],
@@ -428,12 +457,12 @@ class GroupCollectives:
         *,
         then: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Gather tensors of every rank into a row of tensors for each."""
+        """Gather tensors of every rank into a row of tensors for each, of the ranks at the call."""
         flat = joined_line(inputs)
-        whole = flat.new_empty(self.size() * flat.numel())
+        whole = flat.new_empty(len(rows) * flat.numel())
 
         def finish() -> None:
-            for row, line in zip(rows, self._blocks(whole), strict=True):
+            for row, line in zip(rows, blocks_of(whole, len(rows)), strict=True):
                 copy_lines(row, parts_of(line, row))
             then()
 
@@ -574,10 +603,6 @@ class GroupCollectives:
         if self._block is not None and lines[0].device.type == "cpu":
             self._block.append(work)
         return work
-
-    def _blocks(self, line: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return a line in a part for each rank."""
-        return line.view(self.size(), -1).unbind() if line.numel() else [line] * self.size()
 
     def _started(
         self,

@@ -5,7 +5,6 @@ Its state holds the plan, the settings of the exchange, and the residuals of spa
 
 # annotations must not be strings here: DDP compares those of the hook with its own types
 
-import io
 import json
 import sys
 import warnings
@@ -13,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
-from hashlib import sha256
 from numbers import Real
 from types import FrameType, FunctionType
 from typing import Any, Unpack
@@ -31,9 +29,11 @@ from collectives.peers.agreement import check_on_all
 from collectives.recovery.survivors import can_recover
 from collectives.sparse.residuals import finite_residual
 from collectives.torch.bucket_exchange import BuiltInBucketExchange, DdpBucketExchange, give_unused_rows
+from collectives.torch.joining import restore_state, saved_state, state_signature
 from collectives.torch.mode_exchange import ModeExchange
 from collectives.torch.parameter_residuals import ParameterNumbers, ParameterResidual, tensors_of
 from collectives.torch.plan_agreement import PlanAgreement, agreed_plan, agreed_settings, gather_by
+from collectives.torch.process_group import ProcessGroupTopoplan
 from collectives.torch.recovery import (
     LostResiduals,
     OriginalRanks,
@@ -355,31 +355,30 @@ class HookState:
         Raises
         ------
         UsageError
-            `Shrink` or ``parameters`` is missing; or this rank has joined with another model or
-            settings.
+            `Shrink` or ``parameters`` is missing; the group survives failures too (`collectives.torch.grow`); or this
+            rank has joined with another model or settings.
         """
         self._connect()
         buckets, module = self.buckets, model.module
         if not isinstance(buckets, RecoveringExchange):
             raise UsageError("grow() needs fault_tolerance=Shrink(); give it to HookState")
+        planned = ProcessGroupTopoplan.of(self.group)
+        if planned is not None and planned.goes_on:
+            raise UsageError(
+                "state.grow() lets no rank into the process group topoplan; leave the hook out and use "
+                "collectives.torch.grow, or init_process_group('gloo') with the hook"
+            )
 
         def give() -> bytes:
             common = {name: torch.from_numpy(one) for name, one in buckets.averager.common().items()}
-            found = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "common": common}
-            file = io.BytesIO()
-            torch.save({**found, "step": self.recorder.step}, file)
-            return file.getvalue()
+            return saved_state([module, optimizer], common=common, step=self.recorder.step)
 
         def take(data: bytes) -> None:
-            found = torch.load(io.BytesIO(data), weights_only=True)
-            module.load_state_dict(found["model"])
-            optimizer.load_state_dict(found["optimizer"])
+            found = restore_state([module, optimizer], data)
             self.recorder.step = found["step"]
             buckets.averager.restore_common({name: one.numpy() for name, one in found["common"].items()})
 
-        shapes = [(name, tuple(one.shape), f"{one.dtype}") for name, one in module.state_dict().items()]
-        digest = sha256(f"{shapes}".encode()).hexdigest()[:16]
-        return buckets.grow(f"{len(shapes)} tensors {digest}, {buckets.averager.settings}", give, take)
+        return buckets.grow(f"{state_signature([module])}, {buckets.averager.settings}", give, take)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's step and residuals, by the numbers of the parameters; each rank saves its own.

@@ -25,8 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from collectives.communicator.communicator import Communicator
-from collectives.torch.bucket_exchange import DdpBucketExchange, nbytes_of, rows_in
+from collectives.torch.bucket_exchange import DdpBucketExchange, nbytes_of
 from collectives.torch.parameter_residuals import BucketLayout, gradient_view, real_count, real_view
+from collectives.torch.sparse_rows import rows_in
 from collectives.training.averaging import Averager, average_parameters
 from collectives.training.buckets import error_in_bucket
 from collectives.training.checkpoint_state import SETTLED

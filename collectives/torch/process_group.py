@@ -12,8 +12,8 @@ torch with `dist.BackendBase` makes the group, and `PlannedBackend` is its back 
 `PlannedProcessGroup` is the group. Both have one body, `GroupCollectives`: "plan or beneath".
 
 With TOPOPLAN_ON_FAILURE=shrink the default group survives the failure of a rank if torch sees no GPU: collectives are
-repeated among survivors, with a new inner gloo group; `rank` and `size` change. Groups of some ranks do not, and no
-rank joins.
+repeated among survivors, with a new inner gloo group; `rank` and `size` change. Between two steps a new process may
+join in place of a failed rank (`collectives.torch.grow`). Groups of some ranks do neither.
 
 All ranks refuse wrong arguments before anything moves (`collectives.torch.group_arguments`): the group stays usable.
 Plans run in a thread of their own, on the CPU together with the other collectives; sends, receives and NCCL in the
@@ -30,7 +30,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -50,6 +50,7 @@ from collectives.backends.torch.process_groups import (
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.peers.agreement import Gather
+from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.torch.futures import JointWork
 from collectives.torch.group_collectives import GroupCollectives
 from collectives.torch.plan_agreement import ON_FAILURE, agreed_file, agreed_on_failure, gather_over
@@ -94,8 +95,10 @@ class ProcessGroupTopoplan(GroupCollectives):
         Whether it survives the failure of a rank, once its first collective has run.
     """
 
-    _whole = False
+    whole = False
     """Whether it is the default group, of all ranks of the job."""
+    grown = False
+    """Whether a process has joined since it was made."""
     _job_size = 0
     """The number of ranks of the job, by which `members` are numbered."""
 
@@ -178,7 +181,7 @@ class ProcessGroupTopoplan(GroupCollectives):
             device = torch.device("cpu") if "cpu" in self.served else torch.device("cuda")
             gather = gather_over(self.inner, device)
             itself = cast("dist.ProcessGroup", self)  # or its back end, with the methods that are used here
-            on_failure = agreed_on_failure(gather) if self._whole else "raise"
+            on_failure = agreed_on_failure(gather) if self.whole else "raise"
             verdict = agreed_file(itself, gather, self.members, self._job_size)
             self.reason = verdict.reason
             if verdict.plan is None:
@@ -201,15 +204,67 @@ class ProcessGroupTopoplan(GroupCollectives):
                 self.goes_on = on_failure == "shrink"
         return self.communicator is not None
 
+    def connected(self) -> Communicator:
+        """Return the communicator of a default group that survives failures, after the agreement of its ranks.
+
+        Raises `UsageError` for another group.
+        """
+        if not self.whole or not self._planned() or not self.goes_on:
+            raise UsageError(
+                f"ranks join the default process group topoplan with {ON_FAILURE}=shrink on all ranks, and this one "
+                "is not of that kind; set the variable before init_process_group"
+            )
+        assert self.communicator is not None, "there is a plan"
+        return self.communicator
+
+    def join(self, join_token: str, *, wait: float) -> None:
+        """Join the ranks of a token with this group, of one rank; `wait` is in seconds.
+
+        Raises
+        ------
+        UsageError
+            The group has several ranks, does not survive failures, or the text is not a token of such a group.
+        BackendError
+            No rank answers, or none admits this process in time.
+        """
+        alone = self.connected()
+        if self.size() > 1:
+            raise UsageError(
+                f"a process joins with a group of its own, got one of {self.size()} ranks; write "
+                'init_process_group("topoplan", store=HashStore(), rank=0, world_size=1)'
+            )
+        inner = self.inner
+        survivors = MembershipProtocol.request_to_join(join_token, wait=wait)
+        survivors.beside = self._recover
+        try:
+            self.communicator = Communicator._admitted(survivors)
+        except BaseException:
+            if self.inner is not inner:
+                self._use(inner)
+            raise
+        alone.close()
+
+    def drop_lost_groups(self) -> None:
+        """Drop the inner groups of earlier memberships, with their threads; call it between collectives."""
+        if self._lost and wait_for_gloo_threads():
+            self._lost.clear()
+
     def _register(self) -> None:
         """Register a group with torch that torch does not know; called before its first collective."""
 
     def _recover(self, gather: Gather, rank: int, size: int, local: str) -> None:
-        """Make a new inner group of the survivors."""
-        group = gloo_among(gather, rank=rank, size=size, local=local, timeout=self._timeout)
-        # dropped in `shutdown`, when gloo's threads have ended
+        """Make a new inner group of the survivors and the joining ranks."""
+        self._use(gloo_among(gather, rank=rank, size=size, local=local, timeout=self._timeout))
+
+    def _use(self, group: dist.ProcessGroup) -> None:
+        """Replace the inner group; the one before is dropped when gloo's threads are idle, which this makes them."""
+        with suppress(RuntimeError, AttributeError):  # releases of torch that cannot
+            self.inner.abort()
         self._lost.append(self.inner)
         self.inner = self.carrier = group
+        numbers: dict[Any, dict[int, int]] = dist.distributed_c10d._world.pg_group_ranks
+        if self in numbers:
+            numbers[self] = {rank: rank for rank in range(group.size())}
 
 
 def _delegated(name: str) -> Callable[..., Any]:
@@ -292,8 +347,8 @@ class PlannedProcessGroup(ProcessGroupTopoplan, dist.ProcessGroup):
         """
         ranks = sorted(new_ranks)
         check_ranks(new_ranks, self.size())
-        if self._lost:
-            raise UsageError("a group with a failed rank cannot be split; start the job again")
+        if self._lost or self.grown:
+            raise UsageError("a group with a failed or joined rank cannot be split; start the job again")
         if self.rank() not in ranks:
             return None
         limit = timeout or timedelta(seconds=self._timeout)
@@ -462,12 +517,18 @@ def renewed(store: dist.Store, rank: int) -> dist.Store:
 def make_back_end(options: Any, _: object = None) -> ProcessGroupTopoplan:
     """Return the back end of a group, or the group itself if torch takes no back end of Python."""
     rank, size, limit = options.group_rank, options.group_size, options.timeout
+    whole = ProcessGroupTopoplan.of() if options.global_ranks_in_group else None
+    if whole is not None and whole.grown:
+        raise UsageError(
+            "a process that has joined does not share the store of the job, by which ranks of a new group meet; make "
+            "groups before, or start the job again"
+        )
     survives = not options.global_ranks_in_group and os.environ.get(ON_FAILURE) == "shrink"
     kind = PlannedProcessGroup if BackendBase is object or survives else PlannedBackend
     groups = inner_groups(renewed(options.store, rank), rank, size, limit)
     made = kind(groups, timeout=limit, members=options.global_ranks_in_group or range(size))
-    made._whole = not options.global_ranks_in_group
-    made._job_size = size if made._whole else dist.get_world_size()
+    made.whole = not options.global_ranks_in_group
+    made._job_size = size if made.whole else dist.get_world_size()
     return made
 
 

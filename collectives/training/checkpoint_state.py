@@ -249,6 +249,7 @@ def send_to_joining_ranks(
     signature: str,
     give: Callable[[], bytes],
     take: Callable[[bytes], object],
+    remedy: str = "make the synchronizer with the same arguments",
 ) -> tuple[int, ...]:
     """Send state and arrays to the ranks that do not have them; all ranks must call it.
 
@@ -256,8 +257,8 @@ def send_to_joining_ranks(
     without the state (`has_it`); `signature` must be the same on all ranks; `give` returns the state of this rank,
     `take` restores that of another. Returns the original ranks that got the state.
 
-    Raises `UsageError` on a rank with another signature or other arrays than the sender, and `BackendError` if all
-    ranks with the state failed, or another rank did.
+    Raises `UsageError`, which ends with the `remedy`, on a rank with another signature or other arrays than the sender,
+    and `BackendError` if all ranks with the state failed, or another rank did.
     """
     comm, library = communicator, communicator.arrays
     shapes = [(library.shape(one), library.dtype(one)) for one in arrays]
@@ -270,8 +271,7 @@ def send_to_joining_ranks(
         sender, foreign = choose_sender(places)
         if comm.original_ranks[comm.rank] in foreign:
             raise UsageError(
-                "parameters, settings and arrays must be those of the other ranks, got others; make the synchronizer "
-                "with the same arguments"
+                f"parameters, settings and arrays must be those of the other ranks, got others; {remedy}"
             )
         lacking = {seat for seat, (has, _) in places.items() if not has}
         if not lacking:

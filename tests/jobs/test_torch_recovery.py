@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 import torch.distributed as dist  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from collectives.torch import HookState, topoplan_hook  # noqa: E402
+from collectives.torch import Grown, HookState, grow, join_token, topoplan_hook  # noqa: E402
 from collectives.training.exchange_settings import Shrink  # noqa: E402
 from tests.jobs.torch_recovery_ranks import STEPS, Training, inputs, loss_of, network, played  # noqa: E402
 from topoplan.errors import UsageError  # noqa: E402
@@ -34,14 +34,18 @@ def lived(what: Training, folder: Path) -> dict[int, dict[str, Any]]:
     return told
 
 
-def expected(what: Training, *, rescaled: bool) -> list[torch.Tensor]:
-    """The parameters of one process that averages the gradients of the ranks that live in each step."""
+def expected(what: Training, *, rescaled: bool, divided_late: bool = False) -> list[torch.Tensor]:
+    """The parameters of one process that averages the gradients of the ranks that live in each step.
+
+    DDP alone divides by the number of ranks that lived before (`divided_late`).
+    """
     model, rate, before = network(), 0.1, what.size
     speeds = [torch.zeros_like(one) for one in model.parameters()]
     for step in range(STEPS):
         back = what.back is not None and step >= what.back
         alive = [rank for rank in range(what.size) if back or what.killed.get(rank, STEPS) > step]
         rate *= len(alive) / before if rescaled else 1
+        divisor = before if divided_late and len(alive) < before else len(alive)
         before = len(alive)
         total = [torch.zeros_like(one) for one in model.parameters()]
         for rank in alive:
@@ -49,7 +53,7 @@ def expected(what: Training, *, rescaled: bool) -> list[torch.Tensor]:
             total = [one + more for one, more in zip(total, gradients, strict=True)]
         with torch.no_grad():
             for one, speed, gradient in zip(model.parameters(), speeds, total, strict=True):
-                speed.mul_(what.momentum).add_(gradient / len(alive))
+                speed.mul_(what.momentum).add_(gradient / divisor)
                 one -= rate * speed
     return list(model.parameters())
 
@@ -181,17 +185,93 @@ def test_another_process_comes_over_links_too(tmp_path: Path) -> None:
     assert [one["place"] for _, one in sorted(told.items())] == [[rank, 3, 3] for rank in range(3)]
 
 
-def test_the_process_group_lets_nobody_in_and_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("killed", "options"),
+    [
+        pytest.param({1: 3}, {}, id="one"),
+        pytest.param({0: 3}, {"buffers": True}, id="the first, buffers"),
+        pytest.param({1: 3}, {"links": True}, id="links"),
+        pytest.param({0: 2, 2: 3}, {"size": 4}, id="two", marks=pytest.mark.slow),
+        pytest.param({0: 3}, {"size": 2}, id="one stays", marks=pytest.mark.slow),
+        pytest.param({2: 3}, {"ddp": {"find_unused_parameters": True}}, id="unused", marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_joins_the_group_topoplan_and_trains_as_if_it_had_been_there(
+    killed: dict[int, float], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """DDP without the hook: parameters, moments, buffers, step, and numbers of ranks for all calls of the group."""
+    size = options.get("size", 3)
+    options = {"group": "topoplan", "hook": None, "momentum": 0.5, "back": 6, **options}
+    what = Training(**{"size": size, "killed": killed, **options})
+    told = lived(what, tmp_path)
+    assert sorted(told) == list(range(size))
+    for rank, one in told.items():
+        assert one["sizes"] == ([size] * STEPS)[6:] if rank in killed else one["sizes"][6:] == [size] * 6
+        assert one["group"] == [rank, size, [float(size)] * 3]
+        assert one["numbers"] == [list(range(size))] * 2
+        assert rank > 1 or "does not share the store of the job" in one["refused"]
+        if not what.buffers:
+            wanted = expected(what, rescaled=False, divided_late=True)
+            assert furthest(one["parameters"], wanted) < 1e-12
+
+
+def test_a_joining_process_with_another_model_or_buckets_or_without_the_group_is_refused(
+    tmp_path: Path,
+) -> None:
+    """By itself, while the others continue; it may try again."""
+    foreign = ("communicator", "model", "buckets")
+    what = Training(3, {1: 3}, group="topoplan", hook=None, momentum=0.5, back=6, foreign=foreign)
+    told = lived(what, tmp_path)
+    for found, text in zip(
+        told[1]["foreign"],
+        (
+            "process group topoplan; join by",
+            "go forward and backward once",
+            "make models, DDP and optimizers",
+        ),
+        strict=True,
+    ):
+        assert text in found
+    assert furthest(told[1]["parameters"], expected(what, rescaled=False, divided_late=True)) < 1e-12
+
+
+def test_the_hook_lets_no_rank_into_a_group_that_survives_failures_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks and those of the group would differ; a text that is not a token leaves the group as it is."""
+    monkeypatch.setenv("TOPOPLAN_ON_FAILURE", "shrink")
     dist.init_process_group("topoplan", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
-        dist.all_reduce(torch.ones(3))
-        comm: Any = dist.group.WORLD.communicator  # type: ignore[union-attr]
-        with pytest.raises(
-            UsageError, match=r"cannot admit joining ranks: a process group of torch .* but not admit any"
-        ):
-            _ = comm.join_token
-        with pytest.raises(UsageError, match="cannot grow: a process group of torch"):
-            comm.grow()
+        model = DistributedDataParallel(network())
+        loss_of(model, inputs(0, 0)).backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert grow(model, optimizer, step=4) == Grown((), 4)
+        with pytest.raises(UsageError, match="join_token, got 'any'"):
+            grow(model, optimizer, join_token="any")
+        state = HookState(parameters=model.parameters(), fault_tolerance=Shrink())
+        state.register(model)
+        with pytest.raises(UsageError, match="lets no rank into the process group topoplan"):
+            state.grow(model, optimizer)
+        state.close()
+        ones = torch.ones(3)
+        dist.all_reduce(ones)
+        dist.barrier()
+        assert ones.tolist() == [1.0] * 3
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_that_does_not_survive_failures_admits_no_process(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match='default process group must be "topoplan"'):
+        join_token()
+    dist.init_process_group("topoplan", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        with pytest.raises(UsageError, match="TOPOPLAN_ON_FAILURE=shrink on all ranks"):
+            join_token()
+        with pytest.raises(UsageError, match="TOPOPLAN_ON_FAILURE=shrink on all ranks"):
+            grow(join_token="any")
+        with pytest.raises(UsageError, match="state_dict and load_state_dict, got a Tensor"):
+            grow(torch.ones(3))
     finally:
         dist.destroy_process_group()
 

@@ -48,7 +48,8 @@ def count_calls(groups: list[Any]) -> None:
         assert planned is not None
         comm = planned.communicator
         assert comm is not None, planned.reason
-        for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "all_to_all_v"):
+        names = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "all_to_all_v")
+        for name in (*names, "_all_gather_in_order"):
             setattr(comm, name, counted(getattr(comm, name), name))
         planned.inner = Beneath(planned.inner)  # type: ignore[assignment]
 

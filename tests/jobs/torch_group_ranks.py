@@ -258,6 +258,66 @@ def arguments_that_do_not_fit_are_the_same_error_on_all_ranks() -> None:
         check_usable()
 
 
+def sparse(dtype: torch.dtype, *, axes: int = 1, rank: int | None = None) -> torch.Tensor:
+    """A tensor of 7 x 3 with repeated rows, also of -0.0, other ones on each rank; none on rank 1."""
+    rank = dist.get_rank() if rank is None else rank
+    random = torch.Generator().manual_seed(rank)
+    count = 0 if rank == 1 else 6
+    indices = torch.stack([torch.randint(size, (count,), generator=random) for size in (7, 3)[:axes]])
+    values = torch.randn(count, *(7, 3)[axes:], generator=random, dtype=torch.float64)
+    values = torch.where(values.abs() < 0.5, -0.0, 100 * values)
+    return torch.sparse_coo_tensor(indices, values.to(dtype), (7, 3))
+
+
+@scenario(3)
+def sparse_tensors_are_added_by_their_rows_as_gloo_adds_them() -> None:
+    """Bit for bit in types that gloo has; 16 bits are rounded once."""
+    gloo = dist.new_group(backend="gloo")
+    for axes in (1, 2):
+        for dtype in (torch.float64, torch.float32, torch.int64):
+            found, wanted = sparse(dtype, axes=axes), sparse(dtype, axes=axes)
+            work = dist.all_reduce(found, async_op=True)
+            assert work is not None
+            work.wait()
+            dist.all_reduce(wanted, group=gloo)
+            assert found.is_coalesced()
+            assert torch.equal(found.indices(), wanted.indices())
+            bits = [one.values().contiguous().view(torch.uint8) for one in (found, wanted)]
+            assert torch.equal(*bits), (dtype, axes)
+    whole = sum((sparse(torch.float64, rank=rank).to_dense() for rank in range(3)), torch.zeros(7, 3))
+    for dtype in (torch.float16, torch.bfloat16, torch.int16):
+        found = sparse(dtype)
+        dist.all_reduce(found)
+        most = sum(sparse(dtype, rank=rank).to_dense().abs() for rank in range(3)).to(torch.float64)
+        bound = 4.0 if dtype == torch.int16 else 0.0  # of four numbers cut to integers in a row
+        assert ((found.to_dense() - whole).abs() <= bound + 3 * most * (0 if bound else 2.0**-8)).all(), dtype
+    average = sparse(torch.float32)
+    dist.all_reduce(average, dist.ReduceOp.AVG)
+    assert torch.allclose(average.to_dense(), (whole / 3).float(), rtol=1e-5, atol=1e-5)
+
+
+@scenario(3)
+def sparse_tensors_that_do_not_fit_are_refused_by_all_ranks() -> None:
+    rank = dist.get_rank()
+    other = torch.sparse_coo_tensor([[0]], torch.ones(1), (4 + (rank == 2),))
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: dist.all_reduce(sparse(torch.float32), dist.ReduceOp.MAX), "a sum or an average, got max"),
+        (
+            lambda: dist.all_reduce(sparse(torch.int64), dist.ReduceOp.AVG),
+            "floating-point numbers, got int64",
+        ),
+        (
+            lambda: dist.all_reduce(other),
+            r"alike on all ranks, got float32 of shape \(4,\) with 1 sparse axis",
+        ),
+        (lambda: dist.all_reduce(other if rank else other.to_dense()), "rank"),
+    ]
+    for call, text in calls:
+        with pytest.raises((UsageError, BackendError), match=text):
+            call()
+        check_usable()
+
+
 @scenario(3)
 def collectives_of_a_block_end_with_it() -> None:
     rank, size, cpu = dist.get_rank(), dist.get_world_size(), torch.device("cpu")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,16 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.nn.functional import all_to_all_single as exchanged
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from collectives.communicator.communicator import Communicator
 from collectives.torch import ProcessGroupTopoplan
+from collectives.torch.group_collectives import GroupCollectives
+from tests.support.checkout import ROOT
 from tests.support.rank_scenarios import scenario
 from tests.support.torch_scenarios import LIMIT, be_rank, furthest
 
@@ -157,6 +163,63 @@ def objects() -> list[float]:
     ]
 
 
+def experts() -> list[float]:
+    """A mixture of experts, one on each rank: counts by an even all-to-all, tokens by an uneven one, and back."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(3)
+    router, expert = nn.Linear(6, size).double(), nn.Linear(6, 6).double()
+    with torch.no_grad():
+        expert.weight *= rank + 1
+    parameters = [*router.parameters(), *expert.parameters()]
+    optimizer, losses = torch.optim.SGD(parameters, lr=0.1), []
+    for step in range(3):
+        given = torch.randn(
+            10 + rank, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64
+        )
+        scores = router(given).softmax(-1)
+        best, chosen = scores.max(-1)
+        order = chosen.argsort(stable=True)
+        sent = torch.bincount(chosen, minlength=size)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent)
+        out, back = received.tolist(), sent.tolist()
+        tokens = exchanged(given.new_empty(sum(out), 6), given[order], out, back)
+        found = exchanged(torch.empty_like(given), expert(tokens), back, out)
+        optimizer.zero_grad()
+        loss = (found * best[order, None] - given[order].sin()).square().mean()
+        loss.backward()
+        for one in router.parameters():
+            dist.all_reduce(one.grad, dist.ReduceOp.AVG)
+        optimizer.step()
+        losses.append(loss.item())
+    return [*losses, *torch.cat([one.detach().reshape(-1) for one in parameters]).tolist()]
+
+
+def pretraining() -> list[float]:
+    """Tensor parallelism by sharded data parallelism, accumulated and clipped gradients, as torchtitan trains."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    model = parallelize_module(network(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(2):
+            seed = 100 * step + 10 * part + mesh["shard"].get_local_rank()
+            given = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            loss = (model(given) - given[:, :4].sin()).square().mean() / 2
+            loss.backward()
+        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
+        optimizer.step()
+        schedule.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, dist.ReduceOp.SUM, group=mesh["shard"].get_group())
+        found += [mean.item(), (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()]
+    return [*found, *values(model)]
+
+
 LOOPS: tuple[Loop, ...] = (
     ddp,
     fsdp1,
@@ -168,15 +231,56 @@ LOOPS: tuple[Loop, ...] = (
     zero,
     joined,
     objects,
+    experts,
+    pretraining,
 )
+
+RAN: dict[str, Counter[str]] = {"by plan": Counter(), "beneath": Counter()}
+"""Collectives of a loop by plan, and those of the inner group."""
+
+
+def count_collectives() -> None:
+    """Count the collectives of all groups from now on."""
+
+    def counted(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def count(*given: Any, **named: Any) -> Any:
+            RAN["by plan"][name] += 1
+            return call(*given, **named)
+
+        return count
+
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "all_to_all_v"):
+        setattr(Communicator, name, counted(getattr(Communicator, name), name))
+    beneath = GroupCollectives._by_inner_group
+
+    def by_inner_group(*given: Any, **named: Any) -> Any:
+        RAN["beneath"][named["collective"]] += 1
+        return beneath(*given, **named)
+
+    GroupCollectives._by_inner_group = by_inner_group  # type: ignore[method-assign]
+
+
+def rows_of_the_page() -> dict[str, list[str]]:
+    """The table of the page on who calls what: by plan, and beneath."""
+    page = (ROOT / "docs" / "ddp-hook.md").read_text(encoding="utf-8")
+    page = page.partition("### Loops that ran")[2].partition("\n### ")[0]
+    rows = re.findall(r"^\| [^|]* `(\w+)` \| ([^|]*) \| ([^|]*) \|$", page, re.MULTILINE)
+    return {name: [*cells] for name, *cells in rows}
 
 
 @scenario(4)
 def every_loop_gives_the_numbers_that_it_gives_under_gloo() -> None:
+    count_collectives()
+    rows = {}
     for loop in LOOPS:
+        for counts in RAN.values():
+            counts.clear()
         found, wanted = loop(), BY_GLOO[loop.__name__]
         assert len(found) == len(wanted) > 0, loop.__name__
         assert furthest(found, wanted) <= CLOSE, loop.__name__
+        rows[loop.__name__] = [", ".join(sorted(counts)) or "–" for counts in RAN.values()]
+    if torch.__version__.startswith("2.13"):  # which collectives a loop calls is torch's choice
+        assert rows == rows_of_the_page(), rows
     planned = ProcessGroupTopoplan.of()
     assert planned is not None
     assert planned.communicator is not None, planned.reason

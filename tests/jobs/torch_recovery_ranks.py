@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives.torch import HookState
+from collectives.communicator.communicator import Communicator
+from collectives.torch import HookState, grow, join_token
 from collectives.training.exchange_settings import Shrink, current_options
 from tests.support.forking import forking
 from tests.support.ports import free_port
-from topoplan.errors import BackendError
+from topoplan.errors import BackendError, UsageError
 
 STEPS, SECONDS, LIMIT_SECONDS = 12, 20.0, 150.0
 """Of training; timeout of the ranks; what has not reported by then hangs."""
@@ -53,6 +54,9 @@ class Training:
         The step before which another process comes in place of the rank that was killed.
     links : bool
         Whether ranks have no memory that others see, as on several hosts.
+    foreign : tuple of str
+        How the joining process first tries in vain: with a "model" or "buckets" that differ, or as a "communicator"
+        without a group.
     """
 
     size: int
@@ -64,6 +68,7 @@ class Training:
     momentum: float = 0.0
     back: int | None = None
     links: bool = False
+    foreign: tuple[str, ...] = ()
 
 
 def inputs(rank: int, step: int) -> torch.Tensor:
@@ -85,6 +90,31 @@ def loss_of(model: nn.Module, given: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def refused(how: str, token: str) -> str:
+    """The error of a joining process that does not fit, and ends its group."""
+    begin("topoplan")
+    model = DistributedDataParallel(
+        nn.Linear(5, 2).double() if how == "model" else network(),
+        bucket_cap_mb=0.0001 if how == "buckets" else 0.001,
+    )
+    loss_of(model, inputs(0, 0)).backward()
+    try:
+        if how == "communicator":
+            Communicator.join(token, wait=SECONDS)
+        else:
+            grow(model, torch.optim.SGD(model.parameters(), lr=0.1), join_token=token, timeout=SECONDS)
+    except UsageError as error:
+        return f"{error}"
+    finally:
+        dist.destroy_process_group()
+    return "admitted"
+
+
+def begin(group: str) -> None:
+    """Begin the group of a joining process."""
+    dist.init_process_group(group, store=dist.HashStore(), rank=0, world_size=1)
+
+
 def trained(me: int, what: Training, door: Path, *, comes: bool) -> dict[str, Any]:
     """What a rank that lives has in the end.
 
@@ -97,6 +127,12 @@ def trained(me: int, what: Training, door: Path, *, comes: bool) -> dict[str, An
         Where the invitation stands.
     comes : bool
     """
+    errors_of_foreign: list[str] = []
+    if comes:
+        while not door.exists():
+            time.sleep(0.02)
+        errors_of_foreign = [refused(how, door.read_text()) for how in what.foreign]
+        begin(what.group)
     model = DistributedDataParallel(network(buffers=what.buffers), bucket_cap_mb=0.001, **what.ddp)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=what.momentum)
     rates: list[float] = []
@@ -106,18 +142,16 @@ def trained(me: int, what: Training, door: Path, *, comes: bool) -> dict[str, An
             group["lr"] *= after / before
             rates.append(group["lr"])
 
-    state, first, join_token = None, 0, None
+    state, first, token = None, 0, None
     if comes:
         loss_of(model, inputs(0, 0)).backward()  # arranges the buckets as the others have them
-        while not door.exists():
-            time.sleep(0.02)
-        join_token = door.read_text()
+        token = door.read_text()
     if what.hook is not None:
         compression, sync, _ = current_options(what.hook)
         state = HookState(
             compression=compression,
             sync=sync,
-            fault_tolerance=Shrink(on_change=rescaled, join_token=join_token),
+            fault_tolerance=Shrink(on_change=rescaled, join_token=token),
             parameters=model.parameters(),
             timeout=SECONDS,
             shared=what.hook.get("shared", True),
@@ -126,16 +160,23 @@ def trained(me: int, what: Training, door: Path, *, comes: bool) -> dict[str, An
         if comes:
             state.grow(model, optimizer)
             first = state.recorder.step
-    found: dict[str, Any] = {"buckets": 0}
+    elif comes:
+        first = grow(model, optimizer, join_token=token).step
+    found: dict[str, Any] = {"foreign": errors_of_foreign}
     sizes, errors = [], 0
     averages = [torch.zeros_like(one) for one in model.parameters()]
     given = [torch.zeros_like(one) for one in model.parameters()]
     for step in range(first, STEPS):
-        if state is not None and step == what.back and not comes:
-            if me == 0:
-                door.with_suffix(".new").write_text(state.communicator.join_token)
+        if step == what.back and not comes:
+            if (dist.get_rank() if state is None else state.rank) == 0:
+                text = join_token() if state is None else state.communicator.join_token
+                door.with_suffix(".new").write_text(text)
                 door.with_suffix(".new").rename(door)
-            while not state.grow(model, optimizer):
+            while state is not None and not state.grow(model, optimizer):
+                time.sleep(0.02)
+        if step == what.back and state is None:
+            while dist.get_world_size() < what.size:
+                grow(model, optimizer, step=step)
                 time.sleep(0.02)
         optimizer.zero_grad()
         try:
@@ -180,7 +221,15 @@ def trained(me: int, what: Training, door: Path, *, comes: bool) -> dict[str, An
         ones = torch.ones(3)
         dist.all_reduce(ones)
         dist.barrier()
+        numbers = [0] * dist.get_world_size()
+        dist.all_gather_object(numbers, me)
+        if what.back is not None and dist.get_rank() < 2:
+            try:
+                dist.new_group([0, 1])
+            except UsageError as error:
+                found["refused"] = f"{error}"
         found["group"] = [dist.get_rank(), dist.get_world_size(), ones.tolist()]
+        found["numbers"] = [numbers, dist.get_process_group_ranks(None)]
     found |= {
         "sizes": sizes,
         "errors": errors,
@@ -202,9 +251,7 @@ def work(me: int, port: int, what: Training, door: Path, reports: Connection, *,
         os.environ["TOPOPLAN_ON_FAILURE"] = "shrink"
     meeting = f"tcp://127.0.0.1:{port}"
     limit = timedelta(seconds=SECONDS)
-    if comes:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    else:
+    if not comes:
         dist.init_process_group(what.group, init_method=meeting, rank=me, world_size=what.size, timeout=limit)
     try:
         found = trained(me, what, door, comes=comes)

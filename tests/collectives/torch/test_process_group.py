@@ -7,6 +7,8 @@ import sys
 import tomllib
 from importlib import import_module
 from importlib.metadata import entry_points
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -53,3 +55,30 @@ def test_a_program_needs_no_import_of_ours() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["topoplan"]
+
+
+def test_an_allgather_that_all_ranks_have_is_of_the_ranks_at_its_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also on a rank that learns of a failure before its result is handed over, and has fewer ranks then."""
+    from collectives.communicator.communicator import Communicator
+    from collectives.torch import ProcessGroupTopoplan
+
+    dist.init_process_group("topoplan", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.barrier()
+        group = ProcessGroupTopoplan.of()
+        assert group is not None
+        inner, gather = group.inner, Communicator.all_gather
+
+        def then_shrink(*given: Any, **named: Any) -> Any:
+            group.inner = SimpleNamespace(size=lambda: 2)  # type: ignore[assignment]
+            return gather(*given, **named)
+
+        monkeypatch.setattr(Communicator, "all_gather", then_shrink)
+        found, given = [torch.zeros(3)], torch.arange(3.0)
+        dist.all_gather(found, given)
+        group.inner = inner
+        assert found[0].equal(given)
+    finally:
+        dist.destroy_process_group()
