@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from collectives.torch.fsdp2 import ShardedCompression, compress_fsdp2
 from collectives.torch.hook import HookState, topoplan_hook
 from collectives.torch.process_group import ProcessGroupTopoplan
 from collectives.torch.recovery import Shrunk
@@ -21,10 +22,12 @@ __all__ = [
     "LowRank",
     "ProcessGroupTopoplan",
     "Quantize",
+    "ShardedCompression",
     "Shrink",
     "Shrunk",
     "Threshold",
     "TopK",
+    "compress_fsdp2",
     "topoplan_hook",
 ]
 
