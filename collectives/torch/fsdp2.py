@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,11 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from collectives.peers.agreement import gather_or_raise
 from collectives.sparse.residuals import finite_residual
-from collectives.torch.group_arguments import operation_of
 from collectives.torch.plan_agreement import gather_by
-from collectives.torch.sharded_layout import ShardedUnit, UnitLayout, sharded_units
-from collectives.training.checkpoint_state import describe_state, warn_of_unused_state
-from collectives.training.chunk_messages import ChunkMessages, EntryChunkMessages, chunk_messages
+from collectives.torch.sharded_layout import sharded_units
+from collectives.torch.unit_reduction import REPLICAS, SHARDS, UnitReduction, low_rank_exchange
+from collectives.training.checkpoint_state import EMPTY_STATE, describe_state, warn_of_unused_state
 from collectives.training.exchange_settings import (
     Compression,
     GivenScale,
@@ -40,6 +38,7 @@ from collectives.training.exchange_settings import (
     TopK,
 )
 from collectives.training.gradient_filters import Cast, Quantize
+from collectives.training.low_rank import LowRank
 from collectives.training.report import Recorder, register_recorder
 from topoplan.errors import UsageError
 
@@ -47,9 +46,6 @@ Array = NDArray[Any]
 
 FORMAT = "topoplan.fsdp2/1"
 """Format of a checkpoint state; residuals are in units of a loss scale of 1."""
-
-SHARDS, REPLICAS = "shards", "replicas"
-"""The reduction that a residual belongs to: the reduce-scatter of whole gradients, or the allreduce of shards."""
 
 _COMPRESSED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models that have a state: torch cannot tell it."""
@@ -71,13 +67,13 @@ def compress_fsdp2(
     ----------
     model : Module
         The module on which the loop calls forward; its units have one mesh of one dimension.
-    compression : TopK, Quantize or Cast, optional
+    compression : TopK, LowRank, Quantize or Cast, optional
         Compression of the reduce-scatter of each unit. `TopK` chooses in each rank's part of a unit. Its residual has
         the size of the whole gradients on every rank, not that of a shard.
     replicate : DeviceMesh or ProcessGroup, optional
         The ranks that hold the same shard, for HSDP: gradients are averaged over them after the reduce-scatter.
         ``fully_shard`` then gets ``mesh["shard"]`` alone, and all replicas begin with the same parameters.
-    replicate_compression : TopK, Quantize or Cast, optional
+    replicate_compression : TopK, LowRank, Quantize or Cast, optional
         Compression of that allreduce. The residual of `TopK` has the size of a shard.
     loss_scale : GradScaler, float or callable, optional
         Factor of the loss, as for `HookState`. Residuals then follow it, and are as before the step on all ranks if a
@@ -149,12 +145,17 @@ class ShardedCompression:
             if replicate is None and replicate_compression is not None:
                 raise UsageError('replicate_compression needs replicate; give replicate=mesh["replicate"]')
             if compression is None and replicate is None:
-                raise UsageError("compression must be TopK(0.01), Quantize(8) or Cast('float16'), got None")
+                raise UsageError(
+                    "compression must be TopK(0.01), LowRank(2), Quantize(8) or Cast('float16'), got None"
+                )
             return f"compression {compression} and {replicate_compression} for {layouts}"
 
         self._agree(settings)
-        self.compression = {
-            which: how for which, how in given.items() if isinstance(how, TopK | Quantize | Cast)
+        self.chunked = {which: how for which, how in given.items() if isinstance(how, TopK | Quantize | Cast)}
+        self.low_rank = {
+            which: low_rank_exchange(how, self.groups[which])
+            for which, how in given.items()
+            if isinstance(how, LowRank)
         }
         self.recorder = register_recorder(Recorder("fsdp2", ranks=self.size(SHARDS)))
         self.waiting: dict[str, dict[str, dict[str, Array]]] = {SHARDS: {}, REPLICAS: {}}
@@ -242,6 +243,10 @@ class ShardedCompression:
             finite = not flag.item()
         for one in self._reductions:
             one.settle(undo=not finite and self.protects)
+        for exchange in self.low_rank.values():
+            if self.protects:
+                exchange.memory.finite = finite
+            exchange.memory.settle()
         self.recorder.end_step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -251,13 +256,20 @@ class ShardedCompression:
         -------
         dict
             Step, ranks, and for each parameter by its name the residual of this rank, in units of a loss scale of 1:
-            ``"shards"`` of the whole gradient, ``"replicas"`` of this rank's shard. Tensors are copies on the host.
+            ``"shards"`` of the whole gradient, ``"replicas"`` of this rank's shard; ``"factors"`` are the warm starts
+            of `LowRank`. Tensors are copies on the host.
         """
         self.end_step()
         held = {which: dict(waiting) for which, waiting in self.waiting.items()}
         for one in self._reductions:
             for which, found in one.saved().items():
                 held[which].update(found)
+        shapes = {one.name: one for unit in self._reductions for one in unit.parameters()}
+        for which, exchange in self.low_rank.items():
+            for name, (residual, *_) in exchange.memory.residuals.items():
+                local = shapes[name].local_shape(self.rank(SHARDS))
+                shape = shapes[name].shape if which == SHARDS else local
+                held[which][name] = {"residual": residual.reshape(shape)}
         return {
             "format": FORMAT,
             "step": self.step,
@@ -268,6 +280,13 @@ class ShardedCompression:
                     for name, kept in sorted(found.items())
                 }
                 for which, found in held.items()
+            },
+            "factors": {
+                which: {
+                    name: torch.from_numpy(factor.copy())
+                    for name, (factor, *_) in sorted(exchange.memory.arrays.items())
+                }
+                for which, exchange in self.low_rank.items()
             },
         }
 
@@ -293,14 +312,21 @@ class ShardedCompression:
         self.recorder.step = int(state["step"])
         for one in self._reductions:
             one.forget()
-        for which in self.waiting:
-            usable = not lost and isinstance(self.compression.get(which), TopK)
-            self.waiting[which] = {
+        for which in (SHARDS, REPLICAS):
+            self.waiting[which] = {}
+            found = {
                 name: {kind: finite_residual(value.numpy().copy()) for kind, value in kept.items()}
-                for name, kept in (state[which].items() if usable else ())
+                for name, kept in state[which].items()
             }
-            if not usable:
-                residuals = {name: [kept["residual"].numpy()] for name, kept in state[which].items()}
+            exchange, factors = self.low_rank.get(which), state["factors"].get(which)
+            residuals = {name: [kept["residual"].reshape(-1)] for name, kept in found.items()}
+            if exchange is not None:
+                arrays = {name: [one.numpy()] for name, one in (factors or {}).items()}
+                kept = {"residuals": residuals, "arrays": arrays}
+                exchange.memory.restore(EMPTY_STATE if lost or factors is None else kept)
+            elif isinstance(self.chunked.get(which), TopK) and not lost and factors is None:
+                self.waiting[which], residuals = found, {}
+            if lost or (exchange is None) != (factors is None) or (exchange is None and residuals):
                 why = lost[0] if lost else "the compression differs from that of the saved state"
                 warn_of_unused_state([describe_state({"residuals": residuals})], why)
 
@@ -309,8 +335,12 @@ class ShardedCompression:
         self.end_step()
         self._hook.remove()
 
+    def compresses(self, which: str) -> bool:
+        """Return whether a reduction is compressed."""
+        return which in self.chunked or which in self.low_rank
+
     def _keeps(self) -> bool:
-        return any(isinstance(how, TopK) for how in self.compression.values())
+        return bool(self.low_rank) or any(isinstance(how, TopK) for how in self.chunked.values())
 
     def _agree(self, text: Callable[[], str]) -> None:
         """Raise `UsageError` on all ranks of the mesh unless all have the same text."""
@@ -351,7 +381,7 @@ class ShardedCompression:
             )
         for one in self._reductions:
             one.check(state)
-        known = {name for one in self._reductions for name in one.names()}
+        known = {one.name for unit in self._reductions for one in unit.parameters()}
         for which in (SHARDS, REPLICAS):
             if unknown := sorted(set(state[which]) - known):
                 raise UsageError(
@@ -361,221 +391,14 @@ class ShardedCompression:
         return []
 
 
-class UnitReduction:
-    """The reductions of one unit: a custom reduce-scatter of torch, and its all-reduce hook."""
-
-    def __init__(self, state: ShardedCompression, unit: ShardedUnit) -> None:
-        self.unit = unit
-        self._state = state
-        self._messages: dict[str, ChunkMessages] = {}
-        self._layouts: dict[str, UnitLayout] = {}
-        self._results: ChunkMessages | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for torch's buffers."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Reduce a unit's buffer into this rank's part; the result is there when it returns."""
-        state, layout = self._state, self._layout(input_tensor)
-        state.begin(id(self), input_tensor.device)
-        if not output_tensor.numel():
-            return
-        name, factor = operation_of(SimpleNamespace(reduceOp=op))
-        if name not in ("sum", "avg"):
-            raise UsageError(f"FSDP2 must reduce by sums, got {op}; leave its reduction as it is")
-        ranks = layout.ranks
-        divisor = ranks if name == "avg" else 1 if factor is None else 1 / factor
-        given = _on_host(input_tensor).reshape(ranks, layout.count)
-        messages = self._prepared(SHARDS, layout, given.dtype.name)
-        started = state.recorder.now()
-        sent, total = self._reduced(messages, given, group, divisor, input_tensor.device, SHARDS)
-        state.look_at(given, total)
-        output_tensor.copy_(torch.from_numpy(total))
-        self._record(SHARDS, messages, input_tensor.nbytes, sent, started)
-
-    def all_reduce(self, output: torch.Tensor) -> None:
-        """Average this rank's part over the replicas, in place."""
-        state, ranks = self._state, self._state.size(REPLICAS)
-        how, group = state.compression.get(REPLICAS), state.groups[REPLICAS]
-        if SHARDS not in state.compression or state.size(SHARDS) == 1:
-            state.begin(id(self), output.device)
-        if ranks == 1 or not output.numel():
-            return
-        started = state.recorder.now()
-        if how is None:
-            narrow = output.element_size() <= 2  # a sum may be too large for float16
-            if narrow:
-                output.div_(ranks)
-            dist.all_reduce(output, group=group)
-            if not narrow:
-                output.div_(ranks)
-            return
-        given = _on_host(output)
-        layout = self._layout(output, ranks=1)
-        entries = isinstance(how, TopK)
-        messages = self._prepared(REPLICAS, layout, given.dtype.name)
-        if entries:
-            mine = self._encode(messages, given[None], REPLICAS)
-            sent, average = mine.nbytes, messages.total(_gathered(mine[0], group, ranks, output.device))
-            average /= ranks
-        else:
-            padded = np.zeros((ranks, messages.count), given.dtype)
-            padded.reshape(-1)[: given.size] = given
-            sent, part = self._reduced(messages, padded, group, ranks, output.device, REPLICAS)
-            assert self._results is not None, "made with the messages"
-            mine = self._encode(self._results, part[None], REPLICAS)
-            sent += mine.nbytes
-            found = _gathered(mine[0], group, ranks, output.device)
-            average = np.concatenate([self._results.total(one[None]) for one in found])[: given.size]
-        state.look_at(given, average)
-        output.copy_(torch.from_numpy(average))
-        self._record(REPLICAS, messages, output.nbytes, sent, started)
-
-    def names(self) -> list[str]:
-        """Return the names of the parameters."""
-        return [name for name, _ in self.unit.parameters]
-
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Raise `UsageError` if a residual of a checkpoint state has another shape than here."""
-        rank = self._state.rank(SHARDS)
-        for one in self.unit.layout(every=True).parameters:
-            for which, shape in ((SHARDS, one.shape), (REPLICAS, one.local_shape(rank))):
-                for value in state[which].get(one.name, {}).values():
-                    if tuple(value.shape) != shape:
-                        raise UsageError(
-                            f"the residual of {one.name} must have the shape {shape}, got {tuple(value.shape)}; load "
-                            "the state into the model that it was saved from"
-                        )
-
-    def saved(self) -> dict[str, dict[str, dict[str, Array]]]:
-        """Return the residuals of each reduction by parameter, in units of a loss scale of 1."""
-        return {which: self._saved(which) for which in self._messages}
-
-    def forget(self) -> None:
-        """Drop all residuals."""
-        self._messages.clear()
-        self._layouts.clear()
-
-    def settle(self, *, undo: bool) -> None:
-        """End a step; with `undo` its residuals are as before it."""
-        for one in self._messages.values():
-            if isinstance(one, EntryChunkMessages):
-                one.settle(undo=undo)
-
-    def _layout(self, buffer: torch.Tensor, *, ranks: int | None = None) -> UnitLayout:
-        """Return the layout of a buffer of so many rows; `UsageError` if it is not that of the parameters."""
-        layout = self.unit.layout()
-        if (ranks or layout.ranks) * layout.count != buffer.numel():
-            raise UsageError(
-                f"{self.unit.name} must reduce all its {len(layout.parameters)} parameters that need gradients, got "
-                f"{buffer.numel()} elements of {(ranks or layout.ranks) * layout.count}; call "
-                "set_reduce_scatter_unused_params(True), and fully_shard for each module alone"
-            )
-        return layout
-
-    def _prepared(self, which: str, layout: UnitLayout, dtype: str) -> ChunkMessages:
-        """Return the messages of a reduction; if other parameters need gradients than before, residuals move along."""
-        state = self._state
-        known = self._messages.get(which)
-        if known is not None and self._layouts[which] == layout and known.dtype == dtype:
-            return known
-        state.waiting[which].update(self._saved(which))
-        how, key, ranks = state.compression[which], f"{self.unit.name}, {which}", state.size(which)
-        if which == SHARDS:
-            chunks, count = layout.ranks, layout.count
-        elif isinstance(how, TopK):
-            chunks, count = 1, layout.count
-        else:
-            chunks, count = ranks, -(-layout.count // ranks)
-            self._results = chunk_messages(how, f"{key}, results", 1, count, dtype)
-        made = chunk_messages(how, key, chunks, count, dtype)
-        if isinstance(made, EntryChunkMessages):
-            held = {one.name: state.waiting[which].pop(one.name, {}) for one in layout.parameters}
-            for kind, target in (
-                ("residual", made.kept.whole.residual),
-                ("velocity", made.kept.whole.velocity),
-            ):
-                found = {name: kept[kind] for name, kept in held.items() if kind in kept}
-                if target is not None and found:
-                    place = layout.rows if which == SHARDS else layout.line
-                    target[...] = place(found, dtype).reshape(-1)
-        self._messages[which], self._layouts[which] = made, layout
-        return made
-
-    def _saved(self, which: str) -> dict[str, dict[str, Array]]:
-        made = self._messages.get(which)
-        if not isinstance(made, EntryChunkMessages):
-            return {}
-        layout, whole = self._layouts[which], made.kept.whole
-        found: dict[str, dict[str, Array]] = {one.name: {} for one in layout.parameters}
-        for kind, line in (("residual", whole.residual), ("velocity", whole.velocity)):
-            if line is None:
-                continue
-            unscaled = line / line.dtype.type(made.kept.scale)
-            if which == SHARDS:
-                parts = layout.whole(unscaled.reshape(layout.ranks, layout.count))
-            else:
-                parts = layout.local(unscaled, self._state.rank(SHARDS))
-            for name, value in parts.items():
-                found[name][kind] = value
-        return found
-
-    def _encode(self, messages: ChunkMessages, given: Array, which: str) -> NDArray[np.uint8]:
-        state = self._state
-        if isinstance(messages, EntryChunkMessages) and state.protects:
-            messages.remember()
-        return messages.encode(given, step=state.step, rank=state.rank(which), scale=state.scale)
-
-    def _reduced(
-        self,
-        messages: ChunkMessages,
-        given: Array,
-        group: dist.ProcessGroup,
-        divisor: float,
-        device: torch.device,
-        which: str,
-    ) -> tuple[int, Array]:
-        """Return the bytes that this rank gives, and the sum of its row over all ranks, divided."""
-        rounded = isinstance(self._state.compression[which], Cast)
-        if rounded and divisor != 1:
-            given = given / given.dtype.type(
-                divisor
-            )  # before it is rounded: a sum may be too large for float16
-        mine = torch.from_numpy(self._encode(messages, given, which)).to(device)
-        arrived = torch.empty_like(mine)
-        dist.all_to_all_single(arrived, mine, group=group)
-        total = messages.total(arrived.cpu().numpy())
-        if not rounded and divisor != 1:
-            total /= total.dtype.type(divisor)
-        return mine.nbytes, total
-
-    def _record(self, which: str, messages: ChunkMessages, nbytes: int, sent: int, started: float) -> None:
-        recorder = self._state.recorder
-        key = self.unit.name if which == SHARDS else f"{self.unit.name}, {which}"
-        recorder.add(
-            key,
-            nbytes,
-            started,
-            density=messages.density,
-            how=messages.how,
-            bound=float("inf"),
-            sent=sent / nbytes,
-            step=recorder.step,
-        )
-
-
 def _check_compression(name: str, how: Compression | None) -> None:
     """Raise `UsageError` for a compression that reductions of shards do not have."""
-    if not isinstance(how, TopK | Quantize | Cast | None):
-        raise UsageError(f"{name} must be TopK(0.01), Quantize(8) or Cast('float16') with FSDP2, got {how!r}")
+    if not isinstance(how, TopK | Quantize | Cast | LowRank | None):
+        raise UsageError(
+            f"{name} must be TopK(0.01), LowRank(2), Quantize(8) or Cast('float16') with FSDP2, got {how!r}"
+        )
+    if isinstance(how, LowRank) and how.matrices != "layers":
+        raise UsageError(f"matrices of LowRank must be layers with FSDP2, got {how.matrices!r}; leave it out")
     if isinstance(how, TopK):
         if how.exchange != "auto":
             raise UsageError(f"exchange of TopK must be auto with FSDP2, got {how.exchange!r}; leave it out")
@@ -602,21 +425,3 @@ def _replicas(replicate: DeviceMesh | dist.ProcessGroup, shards: dist.ProcessGro
             "the ranks that hold the same shard"
         )
     return group
-
-
-def _on_host(tensor: torch.Tensor) -> Array:
-    """Return the values of a tensor of floats, those of 16 bits as float32."""
-    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    found: Array = tensor.detach().to("cpu", wide).numpy()
-    return found
-
-
-def _gathered(
-    message: NDArray[np.uint8], group: dist.ProcessGroup, ranks: int, device: torch.device
-) -> NDArray[np.uint8]:
-    """Return the messages of all ranks, (ranks, bytes)."""
-    mine = torch.from_numpy(message).to(device)
-    every = torch.empty(ranks * mine.numel(), dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(every, mine, group=group)
-    found: NDArray[np.uint8] = every.cpu().numpy().reshape(ranks, -1)
-    return found
