@@ -148,7 +148,10 @@ class ShardedCompression:
                 raise UsageError(
                     "compression must be TopK(0.01), LowRank(2), Quantize(8) or Cast('float16'), got None"
                 )
-            return f"compression {compression} and {replicate_compression} for {layouts}"
+            scaled = "a" if self.protects else "no"
+            return (
+                f"compression {compression} and {replicate_compression}, {scaled} loss_scale, for {layouts}"
+            )
 
         self._agree(settings)
         self.chunked = {which: how for which, how in given.items() if isinstance(how, TopK | Quantize | Cast)}
@@ -217,9 +220,9 @@ class ShardedCompression:
         """Whether residuals are restored after a step that is not finite."""
         return self._scale.given
 
-    def look_at(self, *values: Array) -> None:
-        """Note whether gradients are finite."""
-        if not self._keeps() or all(bool(np.isfinite(one).all()) for one in values):
+    def look_at(self, given: Array, result: torch.Tensor) -> None:
+        """Note whether a gradient and its sum are finite, the sum in the type in which torch gets it."""
+        if not self._keeps() or (np.isfinite(given).all() and torch.isfinite(result).all()):
             return
         self._finite = False
         if not self.protects and not self._warned:

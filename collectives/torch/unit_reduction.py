@@ -80,13 +80,13 @@ class UnitReduction:
                 return
             total = layout.rows(sums, given.dtype.name)[dist.get_rank(group)]
             total /= total.dtype.type(divisor)
-            state.look_at(given, total)
             output_tensor.copy_(torch.from_numpy(total))
+            state.look_at(given, output_tensor)
             return
         messages = self._prepared(SHARDS, layout, given.dtype.name)
         sent, total = self._reduced(messages, given, group, divisor, input_tensor.device, SHARDS)
-        state.look_at(given, total)
         output_tensor.copy_(torch.from_numpy(total))
+        state.look_at(given, output_tensor)
         self._record(SHARDS, messages, input_tensor.nbytes, sent, started)
 
     def all_reduce(self, output: torch.Tensor) -> None:
@@ -109,8 +109,8 @@ class UnitReduction:
                 self._average(output, group, ranks, started)
                 return
             average = layout.line(sums, given.dtype.name) / given.dtype.type(ranks)
-            state.look_at(given, average)
             output.copy_(torch.from_numpy(average))
+            state.look_at(given, output)
             return
         messages = self._prepared(REPLICAS, layout, given.dtype.name)
         if isinstance(how, TopK):
@@ -126,8 +126,8 @@ class UnitReduction:
             sent += mine.nbytes
             found = _gathered(mine[0], group, ranks, output.device)
             average = np.concatenate([self._results.total(one[None]) for one in found])[: given.size]
-        state.look_at(given, average)
         output.copy_(torch.from_numpy(average))
+        state.look_at(given, output)
         self._record(REPLICAS, messages, output.nbytes, sent, started)
 
     def _average(self, output: torch.Tensor, group: dist.ProcessGroup, ranks: int, started: float) -> None:

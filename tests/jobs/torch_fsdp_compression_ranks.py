@@ -365,6 +365,28 @@ def residuals_follow_the_loss_scale_and_a_step_that_overflows_leaves_them() -> N
 
 
 @scenario(4)
+def a_sum_beyond_float16_restores_the_residuals_of_all_ranks() -> None:
+    """Each gradient is finite; only the owner of the second row sees the infinite sum."""
+    mesh = mesh_of_all()
+    for how in (TopK(0.3), LowRank(1, begins=0)):
+        model = nn.Linear(6, 8, bias=False)
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+        state = compress_fsdp2(model, how, loss_scale=1.0)
+        given = torch.arange(1.0, 7.0).repeat(3, 1) * (1 + dist.get_rank())
+        model(given).pow(2).sum().backward()
+        before = state.state_dict()["shards"]["weight"]["residual"]
+        assert of_all_ranks(bool(before.any())).count(True) == 4 or isinstance(how, LowRank)
+        assert torch.isfinite(model.weight.grad.to_local()).all()
+        model.zero_grad()
+        weights = torch.ones(8)
+        weights[2] = 40000.0
+        (model(torch.ones(1, 6)) * weights).sum().backward()
+        finite = of_all_ranks(bool(torch.isfinite(model.weight.grad.to_local()).all()))
+        assert finite == [True, False, True, True] or (isinstance(how, LowRank) and not all(finite))
+        assert torch.equal(state.state_dict()["shards"]["weight"]["residual"], before)
+
+
+@scenario(4)
 def a_transformer_skips_the_steps_that_overflow_and_trains_on() -> None:
     """float16 sums under torch's GradScaler: after 40 steps the loss is within 15 % of that of dense gradients."""
 
