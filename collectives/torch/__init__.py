@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from collectives.torch.fsdp2 import ShardedCompression, compress_fsdp2
 from collectives.torch.hook import HookState, topoplan_hook
 from collectives.torch.joining import Grown, grow, join_token
 from collectives.torch.process_group import ProcessGroupTopoplan
@@ -25,10 +26,12 @@ __all__ = [
     "LowRank",
     "ProcessGroupTopoplan",
     "Quantize",
+    "ShardedCompression",
     "Shrink",
     "Shrunk",
     "Threshold",
     "TopK",
+    "compress_fsdp2",
     "grow",
     "join_token",
     "topoplan_hook",

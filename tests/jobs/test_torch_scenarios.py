@@ -17,6 +17,7 @@ RANKS = {
     "torch_model_ranks.py": 2,
     "torch_uneven_ranks.py": 3,
     "torch_fsdp_ranks.py": 4,
+    "torch_fsdp_compression_ranks.py": 4,
     "torch_mode_ranks.py": 2,
     "torch_loop_ranks.py": 4,
     "parallel_norms_ranks.py": 2,
@@ -29,7 +30,7 @@ DEFAULT = "torch_group_ranks.py"
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What the ranks of a program have told."""
     plan = None
-    if request.param == "torch_fsdp_ranks.py":
+    if "fsdp" in request.param:
         fsdp = pytest.importorskip("torch.distributed.fsdp", reason="no FSDP in this torch")
         if not hasattr(fsdp, "fully_shard"):
             pytest.skip("this release of torch has no fully_shard")
