@@ -8,7 +8,7 @@ from collectives.torch.recovery import Shrunk
 from collectives.training.exchange_settings import Shrink, TopK
 from collectives.training.gradient_filters import Cast, Quantize, Threshold
 from collectives.training.low_rank import LowRank
-from collectives.training.modes import ASP, BSP, SSP, LocalSGD
+from collectives.training.modes import ASP, BSP, SSP, DiLoCo, LocalSGD, SparseLoCo
 from topoplan.errors import deprecated
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "BSP",
     "SSP",
     "Cast",
+    "DiLoCo",
     "HookState",
     "LocalSGD",
     "LowRank",
@@ -23,6 +24,7 @@ __all__ = [
     "Quantize",
     "Shrink",
     "Shrunk",
+    "SparseLoCo",
     "Threshold",
     "TopK",
     "topoplan_hook",
