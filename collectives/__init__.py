@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collectives.training.gradient_filters import Cast, Quantize, Threshold
     from collectives.training.gradient_synchronizer import GradientSynchronizer
     from collectives.training.low_rank import LowRank
-    from collectives.training.modes import ASP, BSP, SSP, Gossip, LocalSGD
+    from collectives.training.modes import ASP, BSP, SSP, DiLoCo, Gossip, LocalSGD, SparseLoCo
     from collectives.training.optimizers import Lamb, Lars
     from collectives.training.report import report
 
@@ -34,6 +34,7 @@ _HOME = {
     "BSP": "collectives.training.modes",
     "Cast": "collectives.training.gradient_filters",
     "CommonRows": "collectives.training.common_rows",
+    "DiLoCo": "collectives.training.modes",
     "Gossip": "collectives.training.modes",
     "GradientSynchronizer": "collectives.training.gradient_synchronizer",
     "Lamb": "collectives.training.optimizers",
@@ -44,6 +45,7 @@ _HOME = {
     "RankPart": "collectives.tables.rank_part",
     "SSP": "collectives.training.modes",
     "Shrink": "collectives.training.exchange_settings",
+    "SparseLoCo": "collectives.training.modes",
     "Threshold": "collectives.training.gradient_filters",
     "TopK": "collectives.training.exchange_settings",
     "WireFormat": "collectives.sparse.codec",
@@ -59,6 +61,7 @@ __all__ = [
     "Cast",
     "CommonRows",
     "Communicator",
+    "DiLoCo",
     "ErrorFeedback",
     "Gossip",
     "GradientSynchronizer",
@@ -71,6 +74,7 @@ __all__ = [
     "Quantize",
     "RankPart",
     "Shrink",
+    "SparseLoCo",
     "Threshold",
     "TopK",
     "TransferTable",

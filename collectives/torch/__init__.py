@@ -11,7 +11,7 @@ from collectives.training.common_rows import CommonRows
 from collectives.training.exchange_settings import Shrink, TopK
 from collectives.training.gradient_filters import Cast, Quantize, Threshold
 from collectives.training.low_rank import LowRank
-from collectives.training.modes import ASP, BSP, SSP, LocalSGD
+from collectives.training.modes import ASP, BSP, SSP, DiLoCo, LocalSGD, SparseLoCo
 from topoplan.errors import deprecated
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "SSP",
     "Cast",
     "CommonRows",
+    "DiLoCo",
     "Grown",
     "HookState",
     "LocalSGD",
@@ -29,6 +30,7 @@ __all__ = [
     "ShardedCompression",
     "Shrink",
     "Shrunk",
+    "SparseLoCo",
     "Threshold",
     "TopK",
     "compress_fsdp2",

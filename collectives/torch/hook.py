@@ -9,7 +9,7 @@ import json
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from numbers import Real
@@ -46,6 +46,8 @@ from collectives.training.averaging import InStepAverager, make_averager
 from collectives.training.buckets import DataPresence, share_failure
 from collectives.training.checkpoint_state import (
     EMPTY_STATE,
+    OUTER_STATE,
+    check_list_of_states,
     describe_state,
     unscaled_state,
     warn_of_unused_state,
@@ -61,7 +63,7 @@ from collectives.training.exchange_settings import (
     refuse_compression_as_plan,
     warn_of_deprecated,
 )
-from collectives.training.modes import BSP, Gossip, Mode, mode_of
+from collectives.training.modes import BSP, Gossip, Mode, OuterMode, mode_of
 from collectives.training.report import Recorder, log_compilation, log_start, register_recorder
 from topoplan.errors import BackendError, UsageError
 
@@ -90,7 +92,7 @@ class HookState:
         there, which needs CuPy (``topoplan[cuda12]`` or ``topoplan[cuda13]``, as torch is built); without it gradients
         go through the host, and a warning says so. `CommonRows`, `LowRank`, `Quantize` and `Threshold` compute on the
         CPU.
-    sync : BSP, SSP, ASP, LocalSGD or str, optional
+    sync : BSP, SSP, ASP, LocalSGD, DiLoCo, SparseLoCo or str, optional
         How asynchronous ranks may be (`collectives.training.modes`), also by name, as "ssp:2"; BSP by default. SSP and
         ASP begin with the third step, when DDP has arranged its buckets. In these modes only `Cast` may be given, and
         it rounds only the buckets that all ranks add: the first two steps of SSP and ASP.
@@ -391,12 +393,15 @@ class HookState:
         in_step = self.buckets if isinstance(self.buckets, DdpBucketExchange) else None
         kept = {} if in_step is None else in_step.residuals.by_parameter()
         filters = EMPTY_STATE if in_step is None else in_step.averager.filter_state()
+        found = self.buckets.outer_state() if isinstance(self.buckets, ModeExchange) else None
+        outer = {} if found is None else {"outer": found}
         return {
             "format": FORMAT,
             "rank": self.rank,
             "ranks": self.size,
             "step": self.recorder.step,
             "momentum": self.momentum,
+            **outer,
             "arrivals": None if in_step is None else in_step.arrivals,
             "buckets": None if in_step is None else in_step.bucket_numbers,
             "residuals": {number: one.residual for number, one in kept.items()},
@@ -412,13 +417,17 @@ class HookState:
             },
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Restore what `state_dict` returned on this rank; all ranks must call it.
 
         A state of another number of ranks restores the step alone, and one of other settings what still applies: one
         warning lists what is lost, with counts. A state without a format is taken in units of the present loss scale:
         restore the scaler first. If DDP's buckets differ from those of the saved state, a later warning of the first
         steps lists lost state of buckets, and without ``parameters`` all state that is identified by numbers.
+
+        `DiLoCo` and `SparseLoCo` restore the start of a round and the momentum from a state of any number of ranks.
+        Each rank then gets the mean residual of `SparseLoCo`; a rank may give a list of states, so that all saved ranks
+        are given by some rank.
 
         Raises
         ------
@@ -431,7 +440,9 @@ class HookState:
             self.buckets.check_has_it()
         comm = self.communicator
         gather = gather_by(self.group) if comm is None else comm._gather_texts
-        check_on_all(gather, lambda: self._check_state(state))
+        states = [state] if isinstance(state, Mapping) else list(state)
+        check_on_all(gather, lambda: self._check_states(states))
+        state = states[0]
         if "format" not in state:
             state = unscaled_state(state, self._loss_scale())
         velocities, filters = state["velocities"], state.get("filters", EMPTY_STATE)
@@ -463,14 +474,29 @@ class HookState:
                 in_step.forget()
         else:
             lost.append(describe_state(filters))
+        if isinstance(self.buckets, ModeExchange) and isinstance(self.mode, OuterMode):
+            saved = None if state["ranks"] == self.size else state["ranks"]
+            lost.append(self.buckets.restore_outer([(one["rank"], one["outer"]) for one in states], saved))
+        elif "outer" in state:
+            lost.append(OUTER_STATE)
         self.recorder.step = int(state["step"])
         warn_of_unused_state(lost, why)
+
+    def _check_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        for one in states:
+            self._check_state(one)
+        check_list_of_states([one["ranks"] for one in states], self.size)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         if state["ranks"] == self.size and state["rank"] != self.rank:
             raise UsageError(
                 f"the state is that of rank {state['rank']} of {state['ranks']}, and this is rank {self.rank} of "
                 f"{self.size}; every rank loads what it saved itself"
+            )
+        if isinstance(self.mode, OuterMode) and self.communicator is not None and "outer" not in state:
+            raise UsageError(
+                f"the state was saved in another mode than {self.mode}, without the start of a round; restore it with "
+                "the same mode"
             )
         if state["momentum"] != self.momentum:
             raise UsageError(
@@ -496,8 +522,8 @@ class HookState:
         """Give all ranks the same parameters, bit for bit: call it after the last step, before a test or a checkpoint.
 
         `SSP` and `ASP` use late gradients first, in one more step of the optimizers and without a loss scale; then, and
-        with `LocalSGD` too, the parameters are averaged. With `BSP` they are the same already; with
-        `Shrink` they are so when no survivor has more steps than another one. All ranks must call it.
+        with `LocalSGD`, `DiLoCo` and `SparseLoCo` too, the parameters are averaged. With `BSP` they are the same
+        already; with `Shrink` they are so when no survivor has more steps than another one. All ranks must call it.
         Training may continue afterwards.
 
         Buffers of the model that differ, such as those of BatchNorm, become the same on all ranks too, except with

@@ -1,7 +1,8 @@
 """Average buckets of DDP in other synchronisation modes than BSP: with the gradients that have arrived, or not at all.
 
-No call is needed in the training loop: torch reports each step of an optimizer, and `LocalSGD` averages when one has
-moved the parameters of these buckets. In the end `finish` makes them the same on all ranks.
+No call is needed in the training loop: torch reports each step of an optimizer. When one has moved the parameters of
+these buckets, `LocalSGD` averages them, and `DiLoCo` and `SparseLoCo` advance their rounds. In the end `finish` makes
+them the same on all ranks.
 
 Gradients that an optimizer computes anew inside one ``step(closure)``, as LBFGS does, belong to one step, however
 often: the number may differ between ranks.
@@ -19,6 +20,7 @@ from hashlib import sha256
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
@@ -28,10 +30,10 @@ from collectives.communicator.communicator import Communicator
 from collectives.torch.bucket_exchange import DdpBucketExchange, nbytes_of
 from collectives.torch.parameter_residuals import BucketLayout, gradient_view, real_count, real_view
 from collectives.torch.sparse_rows import rows_in
-from collectives.training.averaging import Averager, average_parameters
+from collectives.training.averaging import Averager, OuterAverager, average_parameters
 from collectives.training.buckets import error_in_bucket
 from collectives.training.checkpoint_state import SETTLED
-from collectives.training.modes import LocalSGD
+from collectives.training.modes import LOCAL_MODES, LocalSGD
 from topoplan.errors import TopoplanError, UsageError
 
 GLANCE = 8
@@ -50,7 +52,14 @@ class ModeExchange:
 
     def __init__(self, averager: Averager, in_step: DdpBucketExchange, communicator: Communicator) -> None:
         self._averager = averager
-        self._local = isinstance(averager.mode, LocalSGD)
+        self._local = isinstance(averager.mode, LOCAL_MODES)
+        self._outer = averager if isinstance(averager, OuterAverager) else None
+        self._in_step_until = 0 if self._local else SETTLED
+        if self._outer is not None:
+            self._in_step_until = self._outer.optimizer.mode.warm_up
+        self._names: dict[int, str] = {}
+        """Names by which an outer optimizer knows parameters: their numbers."""
+        self._averaged_before = 0
         self._in_step = in_step
         self._communicator = communicator
         self._buckets: dict[str, list[torch.Tensor]] = {}
@@ -83,8 +92,16 @@ class ModeExchange:
         self._buckets[key] = bucket.parameters()
         self._parameters.update((id(one), one) for one in self._buckets[key])
         try:
-            if not self._local and averager.recorder.step < SETTLED:
+            if averager.recorder.step < self._in_step_until:
                 return self._in_step.average(bucket)
+            if self._outer is not None:
+                fresh = {
+                    f"{number}": one
+                    for number, one in zip(layout.numbers, self._buckets[key], strict=True)
+                    if id(one) not in self._names
+                }
+                self._names.update((id(one), name) for name, one in fresh.items())
+                self._outer.optimizer.hold({name: [_real_line(one)] for name, one in fresh.items()})
             buffer: torch.Tensor = bucket.buffer()
             try:
                 if buffer.is_sparse:
@@ -121,14 +138,52 @@ class ModeExchange:
         buffer.copy_(rows_in(whole, own.sparse_dim(), own.indices()))
 
     def after_step(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Average parameters that have moved, with `LocalSGD`, as often as is due, and not again."""
+        """Average parameters that have moved, or advance their rounds, as often as is due, and not again."""
         self._reported = True
         self._seen = None
         due = self._averager.due
-        while behind := [one for one in parameters if self._averaged.get(id(one), 0) < due]:
+        if self._outer is not None:
+            parameters = [one for one in parameters if id(one) in self._names]
+        while behind := [one for one in parameters if self._count(one) < due]:
+            if self._outer is not None:
+                count = min(map(self._count, behind)) + 1
+                behind = [one for one in behind if self._count(one) < count]
+                # a failed round is over: its parameters are those before it
+                self._averaged.update((id(one), count) for one in behind)
+                with self._lines(behind) as named:
+                    self._outer.optimizer.advance(count, named)
+                continue
             self._average(behind)
             self._parameters.update((id(one), one) for one in behind)
             self._averaged.update((id(one), self._averaged.get(id(one), 0) + 1) for one in behind)
+
+    def _count(self, parameter: torch.Tensor) -> int:
+        """Return how many due averages, or steps of rounds, a parameter has had."""
+        return self._averaged.get(id(parameter), self._averaged_before)
+
+    @contextmanager
+    def _lines(self, parameters: Sequence[torch.Tensor]) -> Iterator[dict[str, list[torch.Tensor]]]:
+        """Context with lines of parameters by name, which are copied back in the end, after an error too."""
+        lines = {self._names[id(one)]: [_real_line(one)] for one in parameters}
+        try:
+            yield lines
+        finally:
+            for one, (line,) in zip(parameters, lines.values(), strict=True):
+                if line.data_ptr() != one.data_ptr():
+                    found = torch.view_as_complex(line.view(-1, 2)) if one.is_complex() else line
+                    one.detach().copy_(found.view(one.shape))
+
+    def outer_state(self) -> dict[str, Any] | None:
+        """Return the state of an outer optimizer, its arrays as tensors; None without one."""
+        return None if self._outer is None else _as_tensors(self._outer.outer_state())
+
+    def restore_outer(self, states: Sequence[tuple[int, Any]], saved: int | None = None) -> str:
+        """Restore what `outer_state` returned on ranks of a job; see `OuterAverager.restore_outer`."""
+        assert self._outer is not None, "the state was checked"
+        found = [([rank], _as_arrays(one)) for rank, one in states]
+        lost = self._outer.restore_outer(found, saved)
+        self._averaged, self._averaged_before = {}, self._outer.due
+        return lost
 
     @property
     def gap(self) -> int | None:
@@ -153,7 +208,11 @@ class ModeExchange:
                 )
             steps = [one.step for one in optimizers] if step is None else [step]
             self._use(averager.finish(), steps, optimizers)
-        self._average(list(self._parameters.values()))
+        if self._outer is None:
+            self._average(list(self._parameters.values()))
+        elif known := [one for one in self._parameters.values() if id(one) in self._names]:
+            with self._lines(known) as named:
+                self._outer.align(averager.due, named)
         self._averaged = dict.fromkeys(self._parameters, averager.due)
         self._share_buffers()
         self._drift.steps = 0
@@ -357,6 +416,24 @@ def _without_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for one, gradient in kept:
             one.grad = gradient
+
+
+def _as_tensors(state: Any) -> Any:
+    """Return a state with tensors in place of arrays."""
+    if isinstance(state, dict):
+        return {name: _as_tensors(one) for name, one in state.items()}
+    if isinstance(state, list):
+        return [_as_tensors(one) for one in state]
+    return torch.from_numpy(state) if isinstance(state, np.ndarray) else state
+
+
+def _as_arrays(state: Any) -> Any:
+    """Return a state with arrays in place of tensors."""
+    if isinstance(state, dict):
+        return {name: _as_arrays(one) for name, one in state.items()}
+    if isinstance(state, list):
+        return [_as_arrays(one) for one in state]
+    return state.detach().cpu().numpy() if isinstance(state, torch.Tensor) else state
 
 
 def _real_line(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ The torch hook and the plain loop share it: `start` for each gradient of a step,
 - `SSP`, `ASP`: average of a step = (own gradient + gradients of others that arrived since the last step) / ranks. Over
   a whole run every rank uses every gradient once, so the sums agree in the end; meanwhile replicas differ by the
   gradients in flight.
-- `LocalSGD`: gradients stay local, and when it is `due` the parameters are averaged instead; with `Gossip` each rank
-  mixes its own with those of one other.
+- `LocalSGD`: gradients stay local, and when it is `due` the parameters are averaged instead; with `DiLoCo` and
+  `SparseLoCo` an outer optimizer moves them; with `Gossip` each rank mixes its own with those of one other.
 
 Gradients are identified by keys, whose residuals live in the communicator; every exchange is recorded for the report.
 """
@@ -33,7 +33,8 @@ from collectives.training.checkpoint_state import EMPTY_STATE, BucketPart, Filte
 from collectives.training.exchange_settings import ExchangeSettings, LossScale
 from collectives.training.gradient_filters import FilterCall
 from collectives.training.mailbox import Mailbox
-from collectives.training.modes import ASP, BSP, SSP, Gossip, LocalSGD, Mode
+from collectives.training.modes import ASP, BSP, SSP, Gossip, LocalSGD, Mode, OuterMode
+from collectives.training.outer_optimizers import OuterOptimizer
 from collectives.training.report import LOGGER, Recorder, log_compilation
 from topoplan.errors import UsageError
 
@@ -491,7 +492,7 @@ class LocalAverager(Averager):
     def __init__(
         self,
         communicator: Communicator,
-        mode: LocalSGD | Gossip,
+        mode: LocalSGD | OuterMode | Gossip,
         recorder: Recorder,
         loss_scale: LossScale | None = None,
     ) -> None:
@@ -528,6 +529,97 @@ class LocalAverager(Averager):
 
     def mix(self, parameters: Sequence[Any]) -> None:
         average_parameters(self._communicator, self.recorder, parameters)
+
+
+class OuterAverager(LocalAverager):
+    """Leaves gradients as they are after the warm-up, and moves parameters by an outer optimizer (`OuterOptimizer`)."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        mode: OuterMode,
+        recorder: Recorder,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        super().__init__(communicator, mode, recorder, loss_scale)
+        self._outer_mode = mode
+        self.optimizer = OuterOptimizer(communicator, mode, recorder)
+
+    def start(
+        self,
+        key: str,
+        gradients: Any,
+        *,
+        op: str = "avg",
+        out: Any = None,
+        parts: Sequence[BucketPart] | None = None,
+    ) -> Handle[Any]:
+        """Return the rank's own gradient; in the warm-up, start to average it."""
+        comm, recorder = self._communicator, self.recorder
+        if self._outer_mode.averages_after(recorder.step):
+            return super().start(key, gradients, op=op, out=out, parts=parts)
+        started, nbytes = recorder.now(), nbytes_of(comm, gradients)
+        handle = Handle.around(comm.all_reduce(gradients, op=op, out=out, async_op=True))
+        plan = comm.plan_for("allreduce", nbytes)
+
+        def record(average: Any) -> Any:
+            recorder.add(key, nbytes, started, **_note(1.0, plan.schedule, plan.bound))
+            return average
+
+        return handle.then(record)
+
+    def hold(self, named: Mapping[str, Sequence[Any]]) -> None:
+        """Make parameters the start of the first round, until the warm-up is over."""
+        self.optimizer.hold(named, again=not self.due)
+
+    def mix(self, parameters: Sequence[Any]) -> None:
+        self.optimizer.advance(self.due, self.named(parameters))
+
+    def align(self, count: int, named: Mapping[str, Sequence[Any]]) -> None:
+        """Give all ranks the same parameters after so many steps of rounds: their average, the start of the next round.
+
+        The outer optimizer does not move them; after a round of all parameters they are the same already.
+        """
+        if self.optimizer.align(count, named):
+            one_rank = self._communicator.one_rank
+            average_parameters(
+                self._communicator,
+                self.recorder,
+                [one[0] if one_rank else list(one) for one in named.values()],
+            )
+            self.optimizer.hold(named, again=True)
+
+    def outer_state(self) -> dict[str, Any]:
+        """Return copies of the state of the outer optimizer, with the number of steps of rounds."""
+        return {**self.optimizer.state(), "count": self.due}
+
+    def restore_outer(
+        self, states: Sequence[tuple[Sequence[int], Mapping[str, Any]]], saved: int | None = None
+    ) -> str:
+        """Restore what `outer_state` returned, with the ranks that it is of; return a text of what is lost.
+
+        `saved` is the number of ranks of the job that saved them, None for the present one.
+        """
+        self.due = int(states[0][1]["count"])
+        if saved is None:
+            self.optimizer.restore(states[0][1])
+            return ""
+        missing = self.optimizer.restore_on_other_ranks(states, saved)
+        return f"residuals of saved ranks {', '.join(map(str, missing))}" if missing else ""
+
+    def named(self, parameters: Sequence[Any]) -> dict[str, Sequence[Any]]:
+        """Return parameters by their place, each as a list of an array for each rank of this process."""
+        one_rank = self._communicator.one_rank
+        return {f"{place}": [one] if one_rank else list(one) for place, one in enumerate(parameters)}
+
+    def common(self) -> dict[str, NDArray[Any]]:
+        return self.optimizer.common()
+
+    def restore_common(self, state: Mapping[str, NDArray[Any]]) -> None:
+        self.optimizer.restore_common(state)
+
+    def norm_kept(self) -> float | None:
+        return self.optimizer.norm_kept()
 
 
 class GossipAverager(LocalAverager):
@@ -602,6 +694,8 @@ def make_averager(
         return InStepAverager(communicator, settings, recorder, loss_scale)
     if isinstance(mode, LocalSGD):
         return LocalAverager(communicator, mode, recorder, loss_scale)
+    if isinstance(mode, OuterMode):
+        return OuterAverager(communicator, mode, recorder, loss_scale)
     if isinstance(mode, Gossip):
         if mode.size != communicator.size:
             raise UsageError(f"{mode} must be for {communicator.size} ranks, got {mode.size}")

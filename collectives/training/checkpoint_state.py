@@ -40,6 +40,9 @@ SCALAR_FIELDS = ("momentum", "step")
 EMPTY_STATE: dict[str, Any] = {"filter": "", "residuals": {}, "arrays": {}}
 """The state of a run without a filter, or whose filter keeps nothing yet."""
 
+OUTER_STATE = "start and momentum of an outer optimizer"
+"""The state of another mode, in words."""
+
 
 @dataclass(frozen=True, slots=True)
 class BucketPart:
@@ -236,6 +239,15 @@ def warn_of_unused_state(lost: Sequence[str], why: str) -> None:
     """Warn once of the parts of a checkpoint, texts of `describe_state`, that a restored run does not use."""
     if listed := [one for one in lost if one]:
         warnings.warn(f"{why}: {', '.join(listed)} of the checkpoint are not used", stacklevel=3)
+
+
+def check_list_of_states(ranks: Sequence[int], present: int) -> None:
+    """Raise `UsageError` unless states, by the ranks of their jobs, can be restored together by one process."""
+    if not ranks or len(set(ranks)) > 1 or (len(ranks) > 1 and ranks[0] == present):
+        raise UsageError(
+            f"a list of states must be of one job with another number of ranks than {present}, got states of jobs of "
+            f"{', '.join(map(str, ranks)) or 'no'} ranks; give one state, that of this rank"
+        )
 
 
 ArrayState = dict[str, NDArray[Any]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -15,7 +15,7 @@ from collectives.backends.open_backend import BackendSettings
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.job_plan import PlanLike, open_backend_for_plan
 from collectives.peers.agreement import check_on_all
-from collectives.training.averaging import average_parameters, make_averager
+from collectives.training.averaging import OuterAverager, average_parameters, make_averager
 from collectives.training.buckets import (
     BUCKET_BYTES,
     BucketExchange,
@@ -27,6 +27,8 @@ from collectives.training.buckets import (
 )
 from collectives.training.checkpoint_state import (
     EMPTY_STATE,
+    OUTER_STATE,
+    check_list_of_states,
     describe_state,
     pack_arrays,
     send_to_joining_ranks,
@@ -46,7 +48,18 @@ from collectives.training.exchange_settings import (
     warn_of_deprecated,
 )
 from collectives.training.gradient_filters import Cast
-from collectives.training.modes import ASP, BSP, LOCAL_MODES, SSP, Gossip, LocalSGD, Mode, Proximal, mode_of
+from collectives.training.modes import (
+    ASP,
+    BSP,
+    LOCAL_MODES,
+    SSP,
+    Gossip,
+    LocalSGD,
+    Mode,
+    OuterMode,
+    Proximal,
+    mode_of,
+)
 from collectives.training.report import Recorder, log_start, register_recorder
 from topoplan.errors import BackendError, RefusedError, UsageError
 
@@ -82,7 +95,7 @@ class GradientSynchronizer:
         Longest bucket; a longer array has a bucket of its own.
     compression : TopK, CommonRows, LowRank, Quantize, Threshold or Cast, optional
         Compression of the gradients (docs/compression.md compares the methods); by default none.
-    sync : BSP, SSP, ASP, LocalSGD, Gossip or str, optional
+    sync : BSP, SSP, ASP, LocalSGD, DiLoCo, SparseLoCo, Gossip or str, optional
         How asynchronous ranks may be (`collectives.training.modes`), also by name, as "ssp:2"; BSP by default.
     fault_tolerance : Shrink, optional
         Continue with the survivors of a failed rank, if the back end can (``on_failure="shrink"`` of `Communicator`);
@@ -195,6 +208,10 @@ class GradientSynchronizer:
             if isinstance(self.mode, LocalSGD) and self.mode.proximal:
                 first = self._shapes.lists(parameters, "parameter")
                 self._proximal = Proximal(self.mode.proximal, comm.arrays, first)
+            self._outer = self._averager if isinstance(self._averager, OuterAverager) else None
+            if self._outer is not None and not self._joining:
+                with self._refuse_on_error("making the synchronizer"):
+                    self._outer.hold(self._outer.named(self._by_parameter(parameters)))
             log_start(comm, how)
         except BaseException:
             if opened is not None and opened is not backend:
@@ -366,6 +383,11 @@ class GradientSynchronizer:
         comm = self.communicator
         with self._refuse_on_error("growing"):
             self._check_between_steps()
+            if self._outer is not None and self._outer.optimizer.in_flight:
+                raise UsageError(
+                    f"grow() must be called between rounds of {self.mode}, got a round whose exchange is in flight; "
+                    "call it when delay steps have passed since the last round"
+                )
             if self._exchange.presence is not None:
                 raise UsageError(
                     "grow() must be called outside of join, which a joining rank has not entered"
@@ -389,16 +411,23 @@ class GradientSynchronizer:
     def after_step(self, parameters: Any) -> None:
         """Average or mix parameters if the mode is due; call it in every step after the optimizer.
 
-        `LocalSGD` averages the parameters, `Gossip` mixes them with a neighbour's, in place, and other modes do not
-        touch them; the next step without this call is a `UsageError`. They are as those given to the constructor.
+        `LocalSGD` averages the parameters, `DiLoCo` and `SparseLoCo` move them by the outer optimizer, `Gossip` mixes
+        them with a neighbour's, in place, and other modes do not touch them; the next step without this call is a
+        `UsageError`. They are as those given to the constructor.
         """
         self._confirmed_step = self.recorder.step
         if self._averaged < self._averager.due:
-            self._averager.mix(self._by_parameter(parameters))
+            try:
+                self._averager.mix(self._by_parameter(parameters))
+            finally:
+                if self._outer is not None:  # a failed round is over: its parameters are those before it
+                    self._averaged = self._averager.due
             self._report_change()
-            self._averaged, self._diverged = self._averager.due, isinstance(self.mode, Gossip)
+            self._averaged, self._diverged = self._averager.due, isinstance(self.mode, Gossip | OuterMode)
             if self._proximal is not None:
                 self._proximal.averaged(self._shapes.lists(parameters, "parameter"))
+        elif self._outer is not None:
+            self._outer.hold(self._outer.named(self._by_parameter(parameters)))
         elif self._proximal is not None:
             self._proximal.moved(self._shapes.lists(parameters, "parameter"))
 
@@ -458,6 +487,8 @@ class GradientSynchronizer:
         """
         self._check_between_steps()
         pulled = {} if self._proximal is None else {"proximal": self._proximal.state()}
+        if self._outer is not None:
+            pulled["outer"] = self._outer.outer_state()
         return {
             **self._identity(),
             "held": list(self.communicator.ranks),
@@ -467,12 +498,16 @@ class GradientSynchronizer:
             **pulled,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Restore what `state_dict` returned on the same rank, bit for bit; all ranks must call it.
 
         A state of another number of ranks restores the step alone, and one of other settings what still applies: one
         warning lists what is lost, with counts. A state of format 1 is taken in units of the present loss scale:
         restore the scaler first.
+
+        `DiLoCo` and `SparseLoCo` restore the start of a round and the momentum from a state of any number of ranks.
+        Each rank then gets the mean residual of `SparseLoCo`; a process may give a list of states, so that all saved
+        ranks are given by some process.
 
         Raises
         ------
@@ -484,7 +519,9 @@ class GradientSynchronizer:
             raise UsageError(
                 "this rank has joined and gets the state of the others; call grow in place of load_state_dict"
             )
-        check_on_all(self.communicator._gather_texts, lambda: self._check_state(state))
+        states = [state] if isinstance(state, Mapping) else list(state)
+        check_on_all(self.communicator._gather_texts, lambda: self._check_states(states))
+        state = states[0]
         same = self._identity()
         if state["format"] == EARLIER:
             state = unscaled_state(state, self._averager.loss_scale())
@@ -498,6 +535,10 @@ class GradientSynchronizer:
             lost = [describe_state({"residuals": residuals}, of="bucket"), describe_state(filters)]
             if self._proximal is not None:
                 lost.append("the anchors of parameters")
+            if self._outer is not None:
+                lost.append(
+                    self._outer.restore_outer([(one["held"], one["outer"]) for one in states], state["ranks"])
+                )
             warn_of_unused_state(
                 lost, f"the state is of {state['ranks']} ranks, and this job has {same['ranks']}"
             )
@@ -506,10 +547,21 @@ class GradientSynchronizer:
             lost = [self._averager.restore_filter(filters)]
             if not self._sparse:
                 lost.append(describe_state({"residuals": residuals}, of="bucket"))
+            if self._outer is None and "outer" in state:
+                lost.append(OUTER_STATE)
             warn_of_unused_state(lost, "gradients travel by other settings than when the state was saved")
             if self._proximal is not None:
                 self._proximal.restore(state["proximal"])
+            if self._outer is not None:
+                self._outer.restore_outer([(state["held"], state["outer"])])
+        if self._outer is not None:
+            self._averaged = self._outer.due
         self.recorder.step = self._confirmed_step = int(state["step"])
+
+    def _check_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        for one in states:
+            self._check_state(one)
+        check_list_of_states([one["ranks"] for one in states], self.communicator.size)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         self._check_between_steps()
@@ -525,6 +577,11 @@ class GradientSynchronizer:
             raise UsageError(
                 f"the state was saved in another mode than {self.mode}, without the parameters of the last average; "
                 "restore it with the same mode"
+            )
+        if self._outer is not None and "outer" not in state:
+            raise UsageError(
+                f"the state was saved in another mode than {self.mode}, without the start of a round; restore it with "
+                "the same mode"
             )
         if state["ranks"] == same["ranks"] and tuple(state.get("held", ranks)) != tuple(ranks):
             raise UsageError(
@@ -598,7 +655,7 @@ class GradientSynchronizer:
                 f"fault_tolerance=Shrink() needs a process for each rank, and the {comm.backend} back end has all "
                 "in one; leave it out"
             )
-        if not isinstance(self.mode, BSP | LocalSGD):
+        if not isinstance(self.mode, BSP | LocalSGD | OuterMode):
             raise UsageError(
                 f"fault_tolerance=Shrink() needs mode bsp or local, got {self.mode}, whose ranks wait for messages "
                 "of each rank"
@@ -663,7 +720,11 @@ class GradientSynchronizer:
             self._exchange.give_up()
 
     def _average(self, parameters: Any) -> None:
-        average_parameters(self.communicator, self.recorder, self._by_parameter(parameters))
+        listed = self._by_parameter(parameters)
+        if self._outer is not None:
+            self._outer.align(self._averager.due, self._outer.named(listed))
+        else:
+            average_parameters(self.communicator, self.recorder, listed)
         self._report_change()
         self._confirmed_step = self.recorder.step
         self._averaged = self._averager.due

@@ -13,10 +13,15 @@ ahead of the slowest clock, so no two clocks ever differ by more than the bound 
   ``proximal`` holds them together (EMSO; Li et al., "Efficient Mini-batch Training for Stochastic Optimization", KDD
   2014): `Proximal` adds gamma (w - anchor), the gradient of gamma / 2 |w - anchor|^2, the anchor being the parameters
   after the last average.
+- `DiLoCo` (Douillard et al., arXiv 2311.08105; streaming fragments of arXiv 2501.18512): as `LocalSGD`, but what all
+  ranks have moved since the last round is the gradient of an outer optimizer.
+- `SparseLoCo` (arXiv 2508.15706): the same with the largest entries of every chunk in 2 bits, and error feedback in
+  place of outer momentum.
 - `Gossip` (NetMax, arXiv 2009.05766): after each step a rank pulls the parameters of one other and moves towards them
   (`topoplan.model.asynchronous_training`). Replicas differ until the end; their mean is preserved in expectation only.
 
-Names are ``bsp``, ``ssp:S``, ``asp`` and ``local:H`` (`mode_of`); `Gossip` has none. `Straggler` slows one rank down.
+Names are ``bsp``, ``ssp:S``, ``asp`` and ``local:H`` (`mode_of`); the others have none. The rounds of `DiLoCo` and
+`SparseLoCo` are in `collectives.training.outer_optimizers`. `Straggler` slows one rank down.
 """
 
 from __future__ import annotations
@@ -111,6 +116,142 @@ class LocalSGD:
         return (step + 1) % self.every == 0
 
 
+def check_number(name: str, value: float, *, least: float, below: float = math.inf) -> None:
+    """Raise `UsageError` if a value is not a number from `least` to `below`, which is excluded."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not least <= value < below:
+        limits = f"of {least:g} or more" if below == math.inf else f"from {least:g} to below {below:g}"
+        raise UsageError(f"{name} must be a finite number {limits}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiLoCo:
+    """Mode in which ranks train alone, and an outer optimizer moves all of them by what they have moved on average.
+
+    After `period` steps g is the mean over ranks of (parameters before - parameters now), m = mu m + g, and all ranks
+    start again from before - rate (g + mu m), or before - rate m without Nesterov.
+
+    Parameters
+    ----------
+    period : int
+        Steps of a round, H.
+    outer_rate, outer_momentum, nesterov
+        The outer optimizer, as ``torch.optim.SGD``.
+    fragments : int
+        Parts of the model, each with rounds of its own, H / fragments steps apart (arXiv 2501.18512). They are
+        consecutive parameters with about the same number of elements.
+    delay : int
+        Steps from the start of an exchange to the use of its result; meanwhile training continues.
+    alpha : float
+        Part of a rank's own parameters in those after a round, 0 to below 1.
+    warm_up : int
+        Steps before the first round, in which gradients are averaged as with `BSP`.
+
+    Examples
+    --------
+    >>> DiLoCo(period=4, fragments=2, delay=1).due(4), DiLoCo(period=4, fragments=2).due(6)
+    ((1,), (0,))
+    """
+
+    period: int
+    outer_rate: float = 0.7
+    outer_momentum: float = 0.9
+    nesterov: bool = True
+    fragments: int = 1
+    delay: int = 0
+    alpha: float = 0.0
+    warm_up: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("period", self.period, least=1)
+        check_number("outer_rate", self.outer_rate, least=0)
+        check_number("outer_momentum", self.outer_momentum, least=0, below=1)
+        check_count("fragments", self.fragments, least=1, most=self.period)
+        check_count("delay", self.delay, least=0, most=self.period - 1)
+        check_number("alpha", self.alpha, least=0, below=1)
+        check_count("warm_up", self.warm_up, least=0)
+
+    @property
+    def bound(self) -> int | None:
+        """Steps that a rank may be ahead: ranks wait at rounds only."""
+        return -(-self.period // self.fragments) - 1 + self.delay
+
+    def averages_after(self, step: int) -> bool:
+        """Return whether this step, counted from 0, belongs to a round."""
+        return step >= self.warm_up
+
+    def due(self, count: int) -> tuple[int, ...]:
+        """Return the fragments whose rounds end their inner steps after so many steps of rounds."""
+        ends = ((part + 1) * self.period // self.fragments for part in range(self.fragments))
+        return tuple(part for part, end in enumerate(ends) if (count - end) % self.period == 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseLoCo:
+    """Mode in which ranks train alone, and send the largest entries of what they have moved, with error feedback.
+
+    After `period` steps a rank adds what it has moved to its residual, e = decay e + (before - now). It sends the `k`
+    largest entries of each chunk of e, rounded to 2 bits, and subtracts what it sent from e. All ranks start again from
+    before - rate times the mean of what was sent.
+
+    Parameters
+    ----------
+    period : int
+        Steps of a round, H.
+    k, chunk : int
+        Entries that each chunk of a parameter sends, and the elements of a chunk; a shorter last chunk sends as many.
+    outer_rate, decay : float
+        Rate of the outer step, and factor of the residual in each round.
+    bits : int or None
+        2, or None for values as they are (`collectives.sparse.chunk_codec`).
+    divisor : str
+        "all": entries are divided by the number of ranks, as in the paper. "senders": each by the ranks that sent it,
+        as in code derived from DeMo; an entry of 0 counts as not sent.
+    warm_up : int
+        Steps before the first round, in which gradients are averaged as with `BSP`.
+
+    Examples
+    --------
+    >>> SparseLoCo(period=30).due(29), SparseLoCo(period=30).due(30)
+    ((), (0,))
+    """
+
+    period: int
+    k: int = 64
+    chunk: int = 4096
+    outer_rate: float = 1.0
+    decay: float = 0.95
+    bits: int | None = 2
+    divisor: str = "all"
+    warm_up: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("period", self.period, least=1)
+        check_count("chunk", self.chunk, least=1, most=1 << 16)
+        check_count("k", self.k, least=1, most=self.chunk)
+        check_number("outer_rate", self.outer_rate, least=0)
+        if not (isinstance(self.decay, (int, float)) and 0 <= self.decay <= 1):
+            raise UsageError(f"decay must be a number from 0 to 1, got {self.decay!r}")
+        if self.bits not in (2, None):
+            raise UsageError(f"bits must be 2, or None for values as they are, got {self.bits!r}")
+        if self.divisor not in ("all", "senders"):
+            raise UsageError(f"divisor must be 'all' or 'senders', got {self.divisor!r}")
+        check_count("warm_up", self.warm_up, least=0)
+
+    @property
+    def bound(self) -> int | None:
+        """Steps that a rank may be ahead: ranks wait at rounds only."""
+        return self.period - 1
+
+    def averages_after(self, step: int) -> bool:
+        """Return whether this step, counted from 0, belongs to a round."""
+        return step >= self.warm_up
+
+    def due(self, count: int) -> tuple[int, ...]:
+        """Return the fragments whose rounds end after so many steps of rounds: the only one, 0, or none."""
+        return () if count % self.period else (0,)
+
+
 class Gossip:
     """Mode in which a rank pulls the newest parameters of one neighbour after each step and moves towards them.
 
@@ -172,9 +313,12 @@ class Gossip:
         return f"Gossip({self.size} ranks, strength {self.strength:.4g}, seed {self.seed}, probabilities {digest})"
 
 
-Mode = BSP | SSP | ASP | LocalSGD | Gossip
+OuterMode = DiLoCo | SparseLoCo
+"""Modes with rounds of an outer optimizer."""
 
-LOCAL_MODES = (LocalSGD, Gossip)
+Mode = BSP | SSP | ASP | LocalSGD | DiLoCo | SparseLoCo | Gossip
+
+LOCAL_MODES = (LocalSGD, DiLoCo, SparseLoCo, Gossip)
 """Modes that leave gradients as they are, so that each rank has parameters of its own."""
 
 
@@ -197,8 +341,8 @@ def mode_of(given: object, name: str = "mode") -> Mode:
     if isinstance(given, str) and number.isdecimal() and kind in ("ssp", "local"):
         return SSP(int(number)) if kind == "ssp" else LocalSGD(int(number))
     raise UsageError(
-        f"{name} must be BSP(), SSP(2), ASP(), LocalSGD(8) or Gossip(p), or a name: 'bsp', 'ssp:2', 'asp', "
-        f"'local:8'; got {given!r}"
+        f"{name} must be BSP(), SSP(2), ASP(), LocalSGD(8), DiLoCo(period=30), SparseLoCo(period=30) or Gossip(p), or "
+        f"a name: 'bsp', 'ssp:2', 'asp', 'local:8'; got {given!r}"
     )
 
 

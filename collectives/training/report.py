@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from collectives.communicator.communicator import Communicator
 from collectives.tables.compiled import compile_seconds
 from collectives.training.exchange_settings import ExchangeSettings
-from collectives.training.modes import LocalSGD, Straggler, mode_of
+from collectives.training.modes import LocalSGD, OuterMode, Straggler, mode_of
 from topoplan.errors import UsageError
 from topoplan.model.asynchronous_training import run_clocks
 from topoplan.units import format_seconds, format_size
@@ -359,6 +359,8 @@ class Report:
             for rank in range(max(1, self.ranks))
         ]
         every = found.every if isinstance(found, LocalSGD) else 1
+        if isinstance(found, OuterMode):
+            every = found.period
         return run_clocks(times, send, staleness=found.bound, every=every).steps_per_second
 
     def plot(self, path: str | Path | None = None, *, last: int = 5) -> Figure:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from collectives import ASP, BSP, SSP, LocalSGD, report
+from collectives import ASP, BSP, SSP, DiLoCo, GradientSynchronizer, LocalSGD, SparseLoCo, report
 from collectives.torch import HookState, topoplan_hook
-from collectives.training.modes import Mode, Straggler
+from collectives.training.modes import Mode, OuterMode, Straggler
 from tests.support.rank_scenarios import scenario
 from tests.support.torch_scenarios import be_rank, of_all_ranks
 from topoplan.errors import BackendError, UsageError
@@ -148,6 +149,124 @@ def the_proximal_term_is_in_the_gradients_of_local_ranks() -> None:
         weights -= gradients + (weights - anchor) / 4
     found, _ = linear(LocalSGD(3, proximal=0.25), 5)
     np.testing.assert_allclose(found, weights.mean(axis=0))
+
+
+@scenario(2)
+def the_known_answers_of_outer_optimizers_hold_in_ddp() -> None:
+    """x = 8, losses (x - 0)^2 / 2 and (x - 4)^2 / 2; and what two ranks move in every round of SparseLoCo."""
+    found = outer_rounds(
+        DiLoCo(period=2), [8.0], lambda x: ((x - 4 * dist.get_rank()) ** 2).sum() / 2, 0.5, 6
+    )
+    np.testing.assert_allclose(
+        [found[step][0] for step in (1, 3, 5)], [403 / 200, -44117 / 80000, -9891437 / 32000000], rtol=1e-14
+    )
+    moved = torch.tensor([[4.0, 2, 1, 0], [-1.0, 3, 2, 1]], dtype=torch.float64)[dist.get_rank()]
+    mode = SparseLoCo(period=1, k=1, chunk=4, decay=0.5, bits=None)
+    found = outer_rounds(mode, [0.0] * 4, lambda x: (x * moved).sum(), 1.0, 4)
+    assert found == [[-2, -1.5, 0, 0], [-4, -3, 0, 0], [-6, -3, -1.75, 0], [-8, -5.25, -1.75, 0]]
+
+
+def outer_rounds(
+    mode: OuterMode, first: list[float], loss: Callable[[torch.Tensor], torch.Tensor], rate: float, steps: int
+) -> list[list[float]]:
+    """Train one vector by plain SGD, and return it after each step."""
+
+    class Vector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.x = nn.Parameter(torch.tensor(first, dtype=torch.float64))
+
+        def forward(self) -> torch.Tensor:
+            return loss(self.x)
+
+    module = Vector()
+    model, state = nn.parallel.DistributedDataParallel(module), HookState(sync=mode)
+    model.register_comm_hook(state, topoplan_hook)
+    optimiser, found = torch.optim.SGD(model.parameters(), lr=rate), []
+    for _ in range(steps):
+        optimiser.zero_grad()
+        model().backward()
+        optimiser.step()
+        found.append(module.x.tolist())
+    state.finish()
+    assert module.x.tolist() == found[-1], "all ranks have the same after a round"
+    state.close()
+    return found
+
+
+@scenario(2)
+def rounds_in_ddp_are_those_of_the_plain_loop_and_a_restored_run_continues_bit_for_bit() -> None:
+    """Streaming fragments with a delay, warm-up steps, and 2 bits; and a strided parameter."""
+    for mode in (
+        DiLoCo(period=4, fragments=2, delay=1, alpha=0.25, warm_up=2),
+        SparseLoCo(period=3, k=3, chunk=16),
+    ):
+        whole, _ = train_rounds(mode, range(11))
+        half, state = train_rounds(mode, range(6))
+        again, _ = train_rounds(mode, range(6, 11), half, state)
+        assert [one.tolist() for one in again] == [one.tolist() for one in whole]
+
+
+def train_rounds(
+    mode: OuterMode,
+    steps: range,
+    weights: list[torch.Tensor] | None = None,
+    saved: dict[str, Any] | None = None,
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Train under DDP, and beside it the same gradients by `GradientSynchronizer` if the run is whole."""
+    torch.manual_seed(3)
+    network = nn.Sequential(nn.Linear(5, 8), nn.Conv1d(1, 2, 3)).double()
+    network[1].weight.data = network[1].weight.data.transpose(0, 1).contiguous().transpose(0, 1)
+    parameters = list(network.parameters())
+    if weights is not None:
+        for one, given in zip(parameters, weights, strict=True):
+            one.data.copy_(given)
+    model = nn.parallel.DistributedDataParallel(network, bucket_cap_mb=0.0002)
+    if weights is not None:
+        for one, given in zip(parameters, weights, strict=True):
+            one.data.copy_(given)  # DDP broadcasts those of rank 0
+    state = HookState(sync=mode, parameters=model.parameters())
+    model.register_comm_hook(state, topoplan_hook)
+    if saved is not None:
+        state.load_state_dict(saved)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = [one.detach().numpy().copy() for one in parameters]
+    synchronizer = None
+    if saved is None:
+        synchronizer = GradientSynchronizer(
+            plain, state.communicator.plan, backend="shared", sync=mode, bucket_bytes=200
+        )
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        inputs = torch.randn(4, 1, 5, generator=generator, dtype=torch.float64)
+        optimiser.zero_grad()
+        model(inputs).square().mean().backward()
+        optimiser.step()
+        if synchronizer is None:
+            continue
+        given = own_gradients(network, plain, inputs)
+        for one, gradient in zip(plain, synchronizer.step(given), strict=True):
+            one -= 0.1 * gradient
+        synchronizer.after_step(plain)
+        for one, other in zip(parameters, plain, strict=True):
+            np.testing.assert_allclose(one.detach().numpy(), other, rtol=1e-9, atol=1e-12)
+    kept = state.state_dict()
+    found = [one.detach().clone() for one in parameters]
+    if synchronizer is not None:
+        synchronizer.close()
+    state.finish()
+    state.close()
+    return found, kept
+
+
+def own_gradients(network: nn.Module, weights: list[Any], inputs: torch.Tensor) -> list[Any]:
+    """Return the gradients of a rank's own loss at these weights."""
+    named = {
+        name: torch.from_numpy(one).requires_grad_()
+        for (name, _), one in zip(network.named_parameters(), weights, strict=True)
+    }
+    loss = torch.func.functional_call(network, named, (inputs,)).square().mean()
+    return [one.numpy() for one in torch.autograd.grad(loss, list(named.values()))]
 
 
 @scenario(2)

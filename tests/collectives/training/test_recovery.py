@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import topoplan
-from collectives import Communicator, GradientSynchronizer, report
+from collectives import Communicator, DiLoCo, GradientSynchronizer, SparseLoCo, report
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.training.exchange_settings import Shrink, TopK
 from collectives.training.gradient_filters import Quantize, Threshold
@@ -171,6 +171,39 @@ def test_the_report_names_the_failed_rank_and_on_change_comes_first() -> None:
             change,
         )
         assert note.startswith("  epoch 1: without rank 0: 2 ranks (gpu1 gpu2) at ")
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        DiLoCo(period=2, outer_rate=1.0, outer_momentum=0.5, nesterov=False),
+        SparseLoCo(period=2, k=4, chunk=4, bits=None),
+    ],
+    ids=str,
+)
+def test_a_round_of_survivors_moves_by_what_the_survivors_have_moved(mode: Any) -> None:
+    """Rank 1 of three dies within the second round; ranks move by 1, 2 and 6 in each step."""
+    moves = (1.0, 2.0, 6.0)
+
+    def body(backend: TcpBackend, rank: int) -> Any:
+        weights, found = [np.zeros(8)], []
+        own = synchronizer(backend, weights, sync=mode)
+        for step in range(6):
+            if rank == 1 and step == 3:
+                backend.close()
+                return None
+            weights[0] += own.step([np.full(8, moves[rank])])[0]
+            own.after_step(weights)
+            found.append(weights[0].tolist())
+        own.close()
+        return found[1::2]
+
+    first, _, last = backends_in_threads(3, body)
+    if isinstance(mode, DiLoCo):
+        wanted = [6.0, 6 + (7 + 3), 16 + (7 + 5)]
+    else:
+        wanted = [6.0, 13.0, 20.0]
+    assert first == last == [[one] * 8 for one in wanted]
 
 
 @pytest.mark.parametrize("mode", ["ssp:2", Gossip(np.array([[0.0, 1.0], [1.0, 0.0]]))], ids=str)
