@@ -405,6 +405,16 @@ def _check_compression(name: str, how: Compression | None) -> None:
     if isinstance(how, TopK):
         if how.exchange != "auto":
             raise UsageError(f"exchange of TopK must be auto with FSDP2, got {how.exchange!r}; leave it out")
+        if how.density == "auto":
+            raise UsageError(
+                "density of TopK must be a number or a function of the step with FSDP2, got 'auto'"
+            )
+        if how.per != "bucket":
+            raise UsageError(f"per of TopK must be bucket with FSDP2, got {how.per!r}; leave it out")
+        if how.clip is not None:
+            raise UsageError(
+                f"clip of TopK must be None with FSDP2, got {how.clip!r}; clip with torch.nn.utils.clip_grad_norm_"
+            )
         if how.wire is not None and how.wire.cache_keys:
             raise UsageError("wire must be a WireFormat without cache_keys, got one that caches keys")
 

@@ -113,7 +113,9 @@ class EntryChunkMessages(ChunkMessages):
         return "whole chunks" if self._whole else "entries"
 
     def encode(self, gradient: Array, *, step: int, rank: int, scale: float) -> Bytes:
-        self._use(self._settings.at(step))
+        density = self._settings.at(step)
+        assert density != "auto", "compress_fsdp2 refuses it"
+        self._use(density)
         self.kept.rescale(scale)
         made = []
         for shard, chunk in enumerate(gradient):
