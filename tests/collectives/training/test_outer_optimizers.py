@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from collectives import DiLoCo, GradientSynchronizer, LocalSGD, SparseLoCo
+from collectives.training.checkpoint_state import pack_arrays, unpack_arrays
 from collectives.training.modes import OuterMode
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import BackendError, UsageError
@@ -290,6 +291,21 @@ def test_a_round_whose_exchange_fails_puts_back_the_start(
     with made(fresh, mode) as synchronizer:
         train(synchronizer, fresh, pulled, 3 + delay, rate=0.1)
     assert as_bytes(weights) == as_bytes(fresh)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_rank_that_joins_gets_start_and_momentum_and_what_is_not_compared_yet(steps: int) -> None:
+    weights, fresh = first_weights(), first_weights()
+    with made(weights, DiLoCo(period=3)) as synchronizer:
+        train(synchronizer, weights, pulled, steps, rate=0.1)
+        given = unpack_arrays(pack_arrays(synchronizer._common()))
+        held = synchronizer.state_dict()["outer"]
+    with made(fresh, DiLoCo(period=3)) as synchronizer:
+        synchronizer._take_common(given)
+        found = synchronizer.state_dict()["outer"]
+        assert sorted(given["kept unchecked"].tolist()) == ([] if steps else ["0", "1", "2"])
+    for part in ("start", "momentum", "count"):
+        assert str(found[part]) == str(held[part])
 
 
 def test_warm_up_averages_gradients_and_the_first_round_starts_behind_it() -> None:

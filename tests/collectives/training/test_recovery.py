@@ -192,10 +192,7 @@ def test_a_round_of_survivors_moves_by_what_the_survivors_have_moved(mode: Any) 
         return found[1::2]
 
     first, _, last = backends_in_threads(3, body)
-    if isinstance(mode, DiLoCo):
-        wanted = [6.0, 6 + (7 + 3), 16 + (7 + 5)]
-    else:
-        wanted = [6.0, 13.0, 20.0]
+    wanted = [6.0, 6 + (7 + 3), 16 + (7 + 5)] if isinstance(mode, DiLoCo) else [6.0, 13.0, 20.0]
     assert first == last == [[one] * 8 for one in wanted]
 
 
