@@ -220,7 +220,7 @@ def train_all(job: TrainingJob) -> None:
 
 
 def _train(
-    job: TrainingJob, method: str, seed: int, shown: Any, labels: Any, unseen: tuple[Any, Any]
+    job: TrainingJob, method: str, seed: int, shown: Any, labels: Any, unseen: tuple[Any, ...]
 ) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
@@ -246,7 +246,8 @@ def _train(
         chosen = torch.randint(rank, len(labels) // size * size, (BATCH,), generator=generator)
         chosen -= chosen % size - rank  # each rank has images of its own
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(shown[chosen]), labels[chosen]).backward()
+        loss: Any = nn.functional.cross_entropy(model(shown[chosen]), labels[chosen])
+        loss.backward()
         optimizer.step()
 
     with _selection(method):

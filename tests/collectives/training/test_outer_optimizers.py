@@ -42,7 +42,8 @@ def train(
 
 def pulled(rank: int, one: NDArray[Any]) -> NDArray[Any]:
     """The gradient of (x - 4 rank)^2 / 2."""
-    return one - one.dtype.type(4 * rank)
+    found: NDArray[Any] = one - one.dtype.type(4 * rank)
+    return found
 
 
 def diloco_in_fractions(rate: Fraction, momentum: Fraction, rounds: int) -> list[Fraction]:
@@ -55,7 +56,7 @@ def diloco_in_fractions(rate: Fraction, momentum: Fraction, rounds: int) -> list
             for _ in range(2):
                 x -= (x - target) / 2
             ends.append(x)
-        moved = start - sum(ends) / 2
+        moved = start - sum(ends, Fraction(0)) / 2
         held = momentum * held + moved
         start -= rate * (moved + momentum * held)
         found.append(start)
@@ -112,7 +113,8 @@ def sparse_loco_in_fractions(divisor: str, rounds: int) -> list[list[Fraction]]:
         sums, senders = [Fraction(0)] * 4, [0] * 4
         for mine, moved in zip(kept, MOVED, strict=True):
             mine[:] = [one / 2 + more for one, more in zip(mine, moved, strict=True)]
-            index = max(range(4), key=lambda place, of=mine: (abs(of[place]), -place))
+            sizes = [abs(one) for one in mine]
+            index = sizes.index(max(sizes))
             sums[index] += mine[index]
             senders[index] += 1
             mine[index] = Fraction(0)
