@@ -194,7 +194,9 @@ def sandbox() -> int:
             **{"MASTER_ADDR": addresses["a"], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "c0"},
         }
         with in_namespace(server):
-            command = [sys.executable, "-m", "tests.bench.sparse_training", line]
+            # in process namespaces of their own, or ranks of two servers would share memory
+            apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+            command = [*apart, sys.executable, "-m", "tests.bench.sparse_training", line]
             ranks.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, env=os.environ | about))
     return max(abs(rank.wait()) for rank in ranks)
 
@@ -254,6 +256,7 @@ def _train(
         model, state = nn.parallel.DistributedDataParallel(network), _hook(method)
         if state is not None:
             state.register(model)
+            assert state.communicator.backend == "tcp", "gradients must cross the link, not shared memory"
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
         for _ in range(WARM_UP):
             step(model, optimizer)
