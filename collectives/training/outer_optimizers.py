@@ -188,11 +188,12 @@ class OuterOptimizer:
 
     def common(self) -> dict[str, Line]:
         """Return the state that all ranks share, by name, which joining ranks need; no round may be in flight."""
-        return {
+        found = {
             f"{part} {name}": one
             for part, held in (("start", self.start), ("momentum", self.momentum))
             for name, one in held.items()
         }
+        return {**found, "unchecked": np.array(sorted(self._unchecked), dtype=np.str_)}
 
     def restore_common(self, state: Mapping[str, Line]) -> None:
         """Restore what `common` returned on another rank."""
@@ -201,7 +202,7 @@ class OuterOptimizer:
             held.update(
                 {key[len(part) :]: np.array(one) for key, one in state.items() if key.startswith(part)}
             )
-        self._unchecked.clear()
+        self._unchecked = {str(name): set() for name in state["unchecked"]}
 
     @property
     def in_flight(self) -> bool:

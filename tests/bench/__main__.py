@@ -14,10 +14,20 @@ from topoplan.errors import UsageError
 NAMES = """
 agreement alignment all_wires damages executors fabrics gossip gpu gpu_selection helpers hook hybrid jobs kinds lars
 loopback lost_cables low_rank modes mutations pairs planning published rejoin robustness scale selection sizes sparse
-survive testbed three_phases windows
+sparse_training survive testbed three_phases windows
 """
 BENCHMARKS = NAMES.split()
-WITH_OPTIONS = ("executors", "hook", "lost_cables", "mutations", "published", "rejoin", "scale", "testbed")
+WITH_OPTIONS = (
+    "executors",
+    "hook",
+    "lost_cables",
+    "mutations",
+    "published",
+    "rejoin",
+    "scale",
+    "sparse_training",
+    "testbed",
+)
 
 
 def run(name: str, *options: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of executors starts what it times beside busy processes, and leaves nothing behind."""
+"""Benchmarks that start processes: executors beside busy ones, which leave nothing behind, and training over a link."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from collectives.lab.testbed.sandbox import sandbox_refusal
 from tests.bench.executors import Contender, Failed, Job, neighbours
 from tests.support.checkout import ROOT
 
@@ -66,3 +67,21 @@ def test_busy_neighbours_end_where_they_are_no_longer_needed() -> None:
         started = set(children.read_text().split()) - before
         assert len(started) == 2
     assert not started & set(children.read_text().split())
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(bool(sandbox_refusal()), reason="needs user namespaces")
+def test_training_over_a_shaped_link_prints_a_row_for_each_method() -> None:
+    pytest.importorskip("torch", reason="needs torch")
+    words = ["--seconds", "0.2", "--seeds", "1", "--width", "16", "--only", "SparseLoCo"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench", "sparse_training", *words],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("  ")[1].strip() for line in done.stdout.splitlines() if not line.startswith("#")]
+    assert rows == ["method", "dense", "SparseLoCo", "SparseLoCo, senders"]

@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from collectives import DiLoCo, GradientSynchronizer, LocalSGD, SparseLoCo
+from collectives.training.checkpoint_state import pack_arrays, unpack_arrays
 from collectives.training.modes import OuterMode
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import BackendError, UsageError
@@ -41,7 +42,8 @@ def train(
 
 def pulled(rank: int, one: NDArray[Any]) -> NDArray[Any]:
     """The gradient of (x - 4 rank)^2 / 2."""
-    return one - one.dtype.type(4 * rank)
+    found: NDArray[Any] = one - one.dtype.type(4 * rank)
+    return found
 
 
 def diloco_in_fractions(rate: Fraction, momentum: Fraction, rounds: int) -> list[Fraction]:
@@ -54,7 +56,7 @@ def diloco_in_fractions(rate: Fraction, momentum: Fraction, rounds: int) -> list
             for _ in range(2):
                 x -= (x - target) / 2
             ends.append(x)
-        moved = start - sum(ends) / 2
+        moved = start - sum(ends, Fraction(0)) / 2
         held = momentum * held + moved
         start -= rate * (moved + momentum * held)
         found.append(start)
@@ -111,7 +113,8 @@ def sparse_loco_in_fractions(divisor: str, rounds: int) -> list[list[Fraction]]:
         sums, senders = [Fraction(0)] * 4, [0] * 4
         for mine, moved in zip(kept, MOVED, strict=True):
             mine[:] = [one / 2 + more for one, more in zip(mine, moved, strict=True)]
-            index = max(range(4), key=lambda place, of=mine: (abs(of[place]), -place))
+            sizes = [abs(one) for one in mine]
+            index = sizes.index(max(sizes))
             sums[index] += mine[index]
             senders[index] += 1
             mine[index] = Fraction(0)
@@ -290,6 +293,21 @@ def test_a_round_whose_exchange_fails_puts_back_the_start(
     with made(fresh, mode) as synchronizer:
         train(synchronizer, fresh, pulled, 3 + delay, rate=0.1)
     assert as_bytes(weights) == as_bytes(fresh)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_rank_that_joins_gets_start_and_momentum_and_what_is_not_compared_yet(steps: int) -> None:
+    weights, fresh = first_weights(), first_weights()
+    with made(weights, DiLoCo(period=3)) as synchronizer:
+        train(synchronizer, weights, pulled, steps, rate=0.1)
+        given = unpack_arrays(pack_arrays(synchronizer._common()))
+        held = synchronizer.state_dict()["outer"]
+    with made(fresh, DiLoCo(period=3)) as synchronizer:
+        synchronizer._take_common(given)
+        found = synchronizer.state_dict()["outer"]
+        assert sorted(given["kept unchecked"].tolist()) == ([] if steps else ["0", "1", "2"])
+    for part in ("start", "momentum", "count"):
+        assert str(found[part]) == str(held[part])
 
 
 def test_warm_up_averages_gradients_and_the_first_round_starts_behind_it() -> None:

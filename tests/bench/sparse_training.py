@@ -1,0 +1,342 @@
+"""Training over a slow link at equal time: loss and seconds of a step, dense and by every way of sending less.
+
+``python -m tests.bench sparse_training`` builds two servers of two ranks as network namespaces, joined by a veth pair
+that ``tc`` shapes to 1 Gbit/s, and trains the same network under DistributedDataParallel once for each method and seed,
+for the same number of seconds. Ranks of one server use the loopback device of their namespace. Methods take turns, in
+another order for each seed, so that all meet the same machine; the short form is ``--seconds 2 --seeds 1``.
+
+A step counts from ``zero_grad`` to the end of the optimizer, by the median of a run; a mode with rounds has its mean
+too, as most of its steps send nothing. The loss is on images that were not trained on, after ``finish``; a run's clock
+stands while it is computed. Every ``CHECK`` steps the ranks agree whether the time is over, by four bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from collectives.lab.testbed.network import MAX_TOTAL_BITS
+from collectives.lab.testbed.sandbox import (
+    PRIVATE_RUN,
+    LinkUnderTest,
+    _end_with_stdin,
+    build_network,
+    in_namespace,
+    measure_links,
+    run_in_sandbox,
+    sandbox_refusal,
+)
+from tests.bench.tables import Table
+from topoplan.cli.arguments import OneLineParser, whole_number
+from topoplan.errors import UsageError
+
+SERVERS = ("a", "b")
+PER_SERVER = 2
+CHECK = 10
+WARM_UP = 4
+"""Steps of every run before its clock starts: DDP arranges its buckets, and code is compiled."""
+
+PERIOD = 20
+BATCH, RATE, MOMENTUM = 16, 0.02, 0.9
+SHOWN, UNSEEN = 2000, 500
+DENSITY = 0.01
+
+METHODS = (
+    "gloo",
+    "dense",
+    "bfloat16",
+    "PowerSGD, rank 2",
+    "MSTopK 1 %",
+    "exact top-k 1 %",
+    "exact top-k 1 %, float16",
+    "exact top-k 1 %, pairs",
+    "LocalSGD",
+    "DiLoCo",
+    "DiLoCo, 2 fragments",
+    "SparseLoCo",
+    "SparseLoCo, senders",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingJob:
+    """Options of a run, which the sandbox and the ranks get."""
+
+    seconds: float
+    seeds: int
+    width: int
+    mbit: int
+    methods: tuple[str, ...]
+
+
+def main(words: Sequence[str] = ()) -> None:
+    parser = OneLineParser(prog="python -m tests.bench sparse_training")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of training of each run")
+    for name, least, most, default, words_of in (
+        ("seeds", 1, 1000, 3, "runs of each method"),
+        ("width", 8, 1 << 16, 1024, "units of a layer"),
+        ("mbit", 1, 100_000, 1000, "Mbit/s of the link"),
+    ):
+        kind = whole_number(least, most, f"whole number from {least} to {most}")
+        parser.add_argument(f"--{name}", type=kind, default=default, help=words_of)
+    parser.add_argument("--only", default="", metavar="TEXT", help="methods with this text, and dense")
+    given = parser.parse_args(list(words))
+    chosen = tuple(one for one in METHODS if given.only in one or one == "dense")
+    if not given.seconds > 0:
+        raise UsageError(f"seconds must be above 0, got {given.seconds}")
+    if find_spec("torch") is None:
+        print("not measured: torch is not installed")
+        return
+    if refusal := sandbox_refusal():
+        print(f"not measured: {refusal}")
+        return
+    job = TrainingJob(given.seconds, given.seeds, given.width, given.mbit, chosen)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        run_in_sandbox("tests.bench.sparse_training", errors) as sandbox,
+    ):
+        assert sandbox.stdin is not None, "a pipe"
+        assert sandbox.stdout is not None, "a pipe"
+        print(json.dumps(asdict(job)), file=sandbox.stdin, flush=True)
+        for line in sandbox.stdout:
+            told = json.loads(line)
+            if "link" in told:
+                rates = " and ".join(f"{rate / 1e6:.0f}" for rate in told["link"])
+                print(
+                    f"# 2 servers of {PER_SERVER} ranks, a link of {job.mbit} Mbit/s (alone {rates} Mbit/s)"
+                )
+                continue
+            if not any(found.values()):
+                print(
+                    f"# {told['parameters'] / 1e6:.1f} million parameters, batches of {BATCH}, {job.seconds:g} s of "
+                    f"training, {job.seeds} seeds, rounds of {PERIOD} steps",
+                    flush=True,
+                )
+            found[told["method"]].append(told)
+            print(
+                f"seed {told['seed']}, {told['method']}: loss {told['loss']:.4f}", file=sys.stderr, flush=True
+            )
+        if sandbox.wait():
+            errors.seek(0)
+            raise UsageError(f"the ranks failed: {' '.join(errors.read().split()[-40:])}")
+    _print_table(found)
+
+
+def _print_table(found: dict[str, list[dict[str, Any]]]) -> None:
+    table = Table(
+        "method|<25",
+        "step ms|8.1f",
+        "mean ms|8.1f",
+        "x dense|8.2f",
+        "spread|13",
+        "steps|6",
+        "loss|7.4f",
+        "spread|15",
+    )
+    dense = {one["seed"]: one for one in found["dense"]}
+    for name, runs in found.items():
+        ratios = sorted(dense[one["seed"]]["mean"] / one["mean"] for one in runs)
+        losses = sorted(one["loss"] for one in runs)
+        table.row(
+            name,
+            statistics.median(one["median"] for one in runs) * 1e3,
+            statistics.median(one["mean"] for one in runs) * 1e3,
+            statistics.median(ratios),
+            f"{ratios[0]:.2f}-{ratios[-1]:.2f}",
+            round(statistics.median(one["steps"] for one in runs)),
+            statistics.median(losses),
+            f"{losses[0]:.4f}-{losses[-1]:.4f}",
+        )
+
+
+def sandbox() -> int:
+    """Build the link, measure it, and run the ranks, in the first process of new namespaces."""
+    line = sys.stdin.readline()
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    job = TrainingJob(**json.loads(line))
+    rate = job.mbit * 1_000_000
+    subprocess.run(PRIVATE_RUN, check=True)
+    addresses = {name: f"10.0.0.{number}" for number, name in enumerate(SERVERS, start=1)}
+    build_network(
+        [
+            *(f"netns add {name}" for name in SERVERS),
+            "link add name c0 mtu 9000 netns a type veth peer name c0 mtu 9000 netns b",
+        ],
+        {
+            name: ["link set lo up", f"address add {addresses[name]}/24 dev c0", "link set c0 up"]
+            for name in SERVERS
+        },
+        {name: [f"qdisc add dev c0 root tbf rate {rate}bit burst 256kb latency 50ms"] for name in SERVERS},
+    )
+    links = [
+        LinkUnderTest(one, other, addresses[one], addresses[other], rate)
+        for one, other in (SERVERS, SERVERS[::-1])
+    ]
+    print(json.dumps({"link": measure_links(links, MAX_TOTAL_BITS)}), flush=True)
+    ranks = []
+    for number in range(len(SERVERS) * PER_SERVER):
+        server = SERVERS[number // PER_SERVER]
+        about = {
+            **{"RANK": f"{number}", "WORLD_SIZE": f"{len(SERVERS) * PER_SERVER}", "OMP_NUM_THREADS": "1"},
+            **{"MASTER_ADDR": addresses["a"], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "c0"},
+        }
+        with in_namespace(server):
+            # in process namespaces of their own, or ranks of two servers would share memory
+            apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+            command = [*apart, sys.executable, "-m", "tests.bench.sparse_training", line]
+            ranks.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, env=os.environ | about))
+    return max(abs(rank.wait()) for rank in ranks)
+
+
+def train_all(job: TrainingJob) -> None:
+    """Train by every method and seed, as one rank."""
+    import torch
+    import torch.distributed as dist
+
+    from collectives.examples.train_cifar_like import images
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    shown, labels = (torch.from_numpy(one) for one in images(SHOWN, seed=1))
+    unseen = tuple(torch.from_numpy(one) for one in images(UNSEEN, seed=2))
+    for seed in range(job.seeds):
+        order = random.Random(seed).sample(job.methods, len(job.methods))
+        for method in order:
+            told = _train(job, method, seed, shown, labels, unseen)
+            if dist.get_rank() == 0:
+                print(json.dumps({**told, "method": method, "seed": seed}), flush=True)
+    dist.destroy_process_group()
+
+
+def _train(
+    job: TrainingJob, method: str, seed: int, shown: Any, labels: Any, unseen: tuple[Any, ...]
+) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from collectives.examples.train_cifar_like import mean_loss
+
+    torch.manual_seed(seed)
+    width = job.width
+    network = nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(3072, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, 10),
+    )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    steps, seconds = 0, list[float]()
+
+    def step(model: Any, optimizer: Any) -> None:
+        chosen = torch.randint(rank, len(labels) // size * size, (BATCH,), generator=generator)
+        chosen -= chosen % size - rank  # each rank has images of its own
+        optimizer.zero_grad()
+        loss: Any = nn.functional.cross_entropy(model(shown[chosen]), labels[chosen])
+        loss.backward()
+        optimizer.step()
+
+    with _selection(method):
+        model, state = nn.parallel.DistributedDataParallel(network), _hook(method)
+        if state is not None:
+            state.register(model)
+            assert state.communicator.backend == "tcp", "gradients must cross the link, not shared memory"
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+        for _ in range(WARM_UP):
+            step(model, optimizer)
+        over = torch.zeros(1)
+        dist.barrier()
+        started = time.perf_counter()
+        while not over:
+            before = time.perf_counter()
+            step(model, optimizer)
+            seconds.append(time.perf_counter() - before)
+            steps += 1
+            if steps % CHECK == 0:
+                over[0] = float(time.perf_counter() - started >= job.seconds)
+                dist.broadcast(over, 0)
+        took = time.perf_counter() - started
+        if state is not None:
+            state.finish()
+            state.close()
+    loss = mean_loss(network, *unseen)
+    return {
+        **{"loss": loss, "steps": steps, "mean": took / steps, "median": statistics.median(seconds)},
+        "parameters": sum(one.numel() for one in network.parameters()),
+    }
+
+
+def _hook(method: str) -> Any:
+    """Return the hook's state of a method; None for DDP's own allreduce."""
+    import topoplan
+    from collectives.sparse.codec import WireFormat
+    from collectives.torch import Cast, DiLoCo, HookState, LocalSGD, LowRank, SparseLoCo, TopK
+
+    if method == "gloo":
+        return None
+    server = topoplan.Server(topoplan.load("v100x4"), range(PER_SERVER), count=len(SERVERS))
+    plan = topoplan.three_phase(topoplan.cluster([server], nic_gbps=1, nics=1))
+    settings: dict[str, dict[str, Any]] = {
+        "dense": {},
+        "bfloat16": {"compression": Cast("bfloat16")},
+        "PowerSGD, rank 2": {"compression": LowRank(2)},
+        "MSTopK 1 %": {"compression": TopK(DENSITY)},
+        "exact top-k 1 %": {"compression": TopK(DENSITY)},
+        "exact top-k 1 %, float16": {"compression": TopK(DENSITY, wire=WireFormat(values="float16"))},
+        "exact top-k 1 %, pairs": {"compression": TopK(DENSITY, exchange="pairs")},
+        "LocalSGD": {"sync": LocalSGD(PERIOD)},
+        "DiLoCo": {"sync": DiLoCo(period=PERIOD)},
+        "DiLoCo, 2 fragments": {"sync": DiLoCo(period=PERIOD, fragments=2, delay=3, alpha=0.5)},
+        "SparseLoCo": {"sync": SparseLoCo(period=PERIOD)},
+        "SparseLoCo, senders": {"sync": SparseLoCo(period=PERIOD, divisor="senders")},
+    }
+    return HookState(plan, **settings[method])
+
+
+@contextmanager
+def _selection(method: str) -> Iterator[None]:
+    """Context in which the published MSTopK selects entries in place of the exact selection."""
+    import numpy as np
+
+    from collectives import mstopk
+    from collectives.sparse.selection.error_feedback import ErrorFeedback, flat_gradient
+
+    def feed(self: ErrorFeedback, gradient: Any, k: int) -> tuple[Any, Any]:
+        self.residual += flat_gradient(gradient, self.residual)
+        indices = np.sort(mstopk(self.residual, k)[0])
+        values = self.residual[indices]
+        self.residual[indices] = 0
+        self.step += 1
+        return indices, values
+
+    held = ErrorFeedback.feed
+    if method.startswith("MSTopK"):
+        ErrorFeedback.feed = feed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ErrorFeedback.feed = held  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        given = json.loads(sys.argv[1])
+        train_all(TrainingJob(**{**given, "methods": tuple(given["methods"])}))
+    else:
+        sys.exit(sandbox())
