@@ -51,7 +51,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         --runs N          runs of each schedule and size (default: 3)
         --drop A-B=F      after --runs runs of the first schedule and size, slow a link to this part of its rate, such
                           as gpu0-gpu3=0.1, or cut it (=0), until the ranks have replanned; may be repeated
-        --late RANK=SECONDS  begin each run so many seconds behind the others on a rank, such as 3=2.5; may be repeated
+        --late RANK=SECONDS  a rank begins each run later, as 3=2.5; repeatable
         """,
         schedules=_parse_schedules,
         runs={"type": arguments.whole_number(1, 1000, "whole number from 1 to 1000"), "default": "3"},
