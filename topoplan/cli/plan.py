@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 MODES = {
     "bound_only": "collective root",
-    "sizes": "collective root output plot csv",
+    "sizes": "collective root list output plot csv",
     "mesh": "collective output",
     "survive": "collective root order output csv",
     "density": "output plot csv",
@@ -85,7 +85,7 @@ NOT_GIVEN = {
         ("root", "order", "height", "epsilon", "threshold", "time_limit", "tolerance", "size", "relays")
     ),
     **dict.fromkeys(
-        ("demand", "output", "plot", "sizes", "mesh", "survive", "density", "schedule_file", "late")
+        ("demand", "list", "output", "plot", "sizes", "mesh", "survive", "density", "schedule_file", "late")
     ),
     **dict.fromkeys(("explain", "csv", "bound_only"), False),
     **{"collective": "allreduce", "method": "exact", "schedule": TREES},
@@ -412,9 +412,12 @@ def _late_facts(held: LatePlan) -> list[tuple[str, str]]:
 
 
 def _run_bound(options: argparse.Namespace) -> Answer:
-    """Prove the bound alone."""
+    """Prove the bound alone; that of a large cluster by its kinds of servers."""
+    answer, topology = _by_kind(options)
+    if answer is not None:
+        return answer
     started = time.perf_counter()
-    machine = read_machine(options)
+    machine = read_machine(options, topology)
     gpus = machine.allocation(options.gpus)
     proved = compute_bound(
         machine.whole, options.collective, gpus=gpus, root=options.root, channels=options.channels

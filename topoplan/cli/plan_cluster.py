@@ -64,7 +64,7 @@ def requested_cluster(options: argparse.Namespace, topology: Topology | None) ->
     ``topology`` is that of TOPO; None if it has not been read, and a cluster file may describe the cluster. UsageError
     if ``--list`` names a server of a cluster that is not planned by kind.
     """
-    listed = options.listed or options.bound_only or options.method != "exact" or options.schedule != "trees"
+    listed = options.listed or options.method != "exact" or options.schedule != "trees"
     listed = listed or any(getattr(options, name) not in (None, False) for name in _LISTED_ONLY)
     listed = listed or options.channels not in CHANNELS_BY_KIND
     if topology is None and is_torus_name(options):
@@ -74,6 +74,8 @@ def requested_cluster(options: argparse.Namespace, topology: Topology | None) ->
             getattr(options, name) is not None for name in ("sizes", "survive", *FAULT_OPTIONS)
         )
     cluster = None if listed else read_large(options, topology)
+    if options.bound_only and cluster is not None and cluster.size <= MOST_LISTED_INSTEAD:
+        cluster = None
     if options.list is not None and cluster is None:
         raise UsageError(
             f"--list needs a cluster of more than {MOST_LISTED} GPUs that is planned by kind; leave --list out, or "
@@ -88,8 +90,7 @@ def refuse_listed(options: argparse.Namespace) -> None:
     usual = {"method": "exact", "schedule": "trees"}
     needed += [name for name, value in usual.items() if getattr(options, name) != value]
     needed += ["channels"] if options.channels not in CHANNELS_BY_KIND else []
-    # A bound alone is as quick as reading the cluster.
-    if options.listed or options.bound_only or not needed:
+    if options.listed or not needed:
         return
     flags = ", ".join(flag(name) for name in needed if name != "gpus") or "--gpus"
     remedy = (
@@ -118,6 +119,8 @@ def run(options: argparse.Namespace, cluster: ClusterByKind) -> Answer | None:
         raise InfeasibleError(
             f"{error}; --listed plans every GPU by itself, which may take hours", cut=error.cut
         ) from None
+    if options.bound_only:
+        return _bound_answer(made)
     part = None if options.list is None else ServerPart(made, options.list)
     times = None if options.sizes is None else KindTimes(made, options.sizes)
 
@@ -139,6 +142,32 @@ def run(options: argparse.Namespace, cluster: ClusterByKind) -> Answer | None:
         file=made.to_json,
         notes=made.notes,
     )
+
+
+def _bound_answer(plan: PlanByKind) -> Answer:
+    """Return the bound of a plan by kind with its certificate."""
+    rate = rate_words(plan.bound, plan.collective, plan.size)
+
+    def text() -> Iterator[str]:
+        yield (
+            f"{operation_words(plan)} on {plan.cluster.name}, {plan.size:,} GPUs of {plan.cluster.servers:,} "
+            f"servers, over {channel_words(plan.channels, plan.sample.topology)}: at most "
+            f"{' '.join(filter(None, (rate, without_words(plan))))}"
+        )
+        yield from labelled(("upper bound", f"{rate}: {plan.explain_bound()}"))
+        yield f"proved in {format_seconds(plan.planning_seconds or 0.0)}"
+
+    def value() -> dict[str, object]:
+        return {
+            "collective": plan.collective,
+            "machine": plan.cluster.name,
+            "gpus": plan.size,
+            "channels": list(plan.channels),
+            **{key: value for key, value in plan.to_object().items() if key in ("bound", "certificate")},
+            "seconds": plan.planning_seconds,
+        }
+
+    return Answer(text=text, value=value, notes=plan.notes)
 
 
 def root_rank(options: argparse.Namespace) -> int | None:

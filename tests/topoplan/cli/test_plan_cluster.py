@@ -202,6 +202,7 @@ LARGE = "dgx-h100 --servers {} --nic-bandwidth 400Gb/s"
 ABOVE_1024 = (
     "plan {} --mesh dp=12500,tp=8",
     "plan {} --in-network nvswitch",
+    "plan {} --bound-only --in-network nvswitch",
     "plan {} --schedule ring",
     "plan {} --method three-phase",
     "plan {} --helpers 2",
@@ -223,7 +224,6 @@ ABOVE_MORE = (
     ("order {} --mesh dp=12500,tp=8 --preset megatron", 4096),
     ("order {}", 16_384),
     ("plan {} --gpus 0-15", 16_384),
-    ("plan {} --bound-only", 16_384),
     ("check {}", 16_384),
     ("show {} --json", 16_384),
     ("export {} --to nccl-topo", 16_384),
@@ -247,6 +247,17 @@ def test_what_lists_every_gpu_is_refused_before_the_cluster_is_listed(
         assert (status, err.count("\n")) == (2, 1)
         assert f"at most {most:,} GPUs for " in err
         assert f", got {8 * servers:,} ({servers} x dgx-h100); " in err
+
+
+def test_the_bound_alone_of_a_large_cluster_is_that_of_its_kinds(run: Run) -> None:
+    """Above 1,024 GPUs by kind: 400 N / (2 (N - 1)) of N servers, as the list proves."""
+    for servers in (128, 129, 12_500):
+        status, out, _ = run(f"plan {LARGE.format(servers)} --nic-access direct --bound-only --json")
+        assert (status, json.loads(out)["bound"]) == (0, pytest.approx(200 * servers / (servers - 1)))
+    status, out, _ = run(f"plan {LARGE.format(129)} --nic-access direct --bound-only")
+    assert "1,032 GPUs of 129 servers, over NVLink and the network: at most 201.562 GB/s" in out.splitlines()[0]
+    status, _, err = run(f"plan {LARGE.format(129)} --bound-only --list s3")
+    assert (status, "--list does not go with --bound-only" in err) == (2, True)
 
 
 def test_chosen_gpus_of_a_large_cluster_are_listed(run: Run) -> None:
