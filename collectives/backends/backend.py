@@ -163,7 +163,9 @@ class CallArrivals:
 
     >>> arrivals = CallArrivals()
     >>> arrivals.add(5)
-    >>> arrivals.taken(), arrivals.taken()
+    >>> before = arrivals.taken()
+    >>> arrivals.forget()
+    >>> before, arrivals.taken()
     ([5], [])
     """
 
@@ -178,11 +180,14 @@ class CallArrivals:
         self.ring[count % KEPT_ARRIVALS] = nanoseconds
         self.count[0] = count + 1
 
+    def forget(self) -> None:
+        """Leave the collectives so far out of `taken`: all ranks have them."""
+        self._taken = int(self.count[0])
+
     def taken(self) -> list[int]:
-        """Return the times of the collectives since the last call of this, at most `KEPT_ARRIVALS`, in order."""
+        """Return the times of the collectives since the last `forget`, at most `KEPT_ARRIVALS`, in order."""
         count = int(self.count[0])
         first = max(self._taken, count - KEPT_ARRIVALS)
-        self._taken = count
         return [int(self.ring[number % KEPT_ARRIVALS]) for number in range(first, count)]
 
 
@@ -201,6 +206,8 @@ class Backend(ABC, Generic[Array]):
     - `survivors`: how survivors of a failure find each other; None if they cannot, or a new back end has taken it over.
     - `about_engine`: how it moves data, and why not in a better way, the same on all ranks; empty without a choice.
     - `arrivals`: how long this rank has waited for the others in collectives; None if it does not know.
+    - `monitored`: a link monitor reads `link_uses`. Nothing moves before all ranks have come, since a link to a late
+      rank would count as busy.
     """
 
     name: str
@@ -215,6 +222,7 @@ class Backend(ABC, Generic[Array]):
     survivors: MembershipProtocol | None = None
     about_engine: str = ""
     arrivals: CallArrivals | None = None
+    monitored: bool = False
 
     @abstractmethod
     def run(self, call: Call[Array]) -> None:

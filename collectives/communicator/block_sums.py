@@ -87,7 +87,7 @@ def checked_blocks(
         least = index(length)
     except TypeError:
         least = -1
-    if least < 0:
+    if not 0 <= least < 1 << 63:
         raise UsageError(f"length must be a whole number from 0 on, got {length!r}; give that of the result")
     listed = one_per_rank([blocks] if one_rank else blocks, ranks, "blocks")
     places = one_per_rank([offsets] if one_rank else offsets, ranks, "offsets")
@@ -113,7 +113,10 @@ def checked_blocks(
 
 
 def _checked_offsets(rank: int, offsets: Any, count: int, width: int, length: int) -> NDArray[np.int64]:
-    found = np.asarray(offsets)
+    try:
+        found = np.asarray(offsets)
+    except ValueError:  # lists of several lengths
+        found = np.asarray(None)
     if found.shape != (count,) or (count and found.dtype.kind not in "iu"):
         raise UsageError(
             f"offsets of rank {rank} must be {count} whole numbers for {count} blocks, got {found.dtype} of shape "

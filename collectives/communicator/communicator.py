@@ -728,10 +728,15 @@ class Communicator(DenseCollectives, SparseCollectives):
             A rank failed, or makes another call.
         """
 
+        if self.is_helper:
+            raise UsageError("this process is a helper without arrays; call serve")
+
         def exchange() -> ArrivalReport:
             execution = self._open()
             texts = execution.gather_texts(own_arrivals(execution.backend))
-            return arrival_report(texts, self.plan.plans[-1].vertices)
+            assert execution.backend.arrivals is not None, "looked at before"
+            execution.backend.arrivals.forget()  # a refused report loses none
+            return arrival_report(texts, self.plan.plans[-1].ranks)
 
         return self._in_order.run(exchange)
 

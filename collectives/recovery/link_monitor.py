@@ -355,6 +355,7 @@ class LinkMonitor:
         self._replans = replans
         backend = execution.backend
         self._links = backend if backend.measures else None
+        backend.monitored = self._links is not None
         self._detector = SlowLinkDetector(plans.topology, plans.ranks)
         self._shares: dict[str, Mapping[LinkQueue, LinkShare]] = {}
         self._windows: dict[LinkQueue, _LinkWindow] = {}

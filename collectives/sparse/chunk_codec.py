@@ -151,6 +151,9 @@ class ChunkFormat:
                 )
                 columns.append(found.reshape(-1))
                 values.append(taken.reshape(-1))
+        if not columns:  # vectors without elements
+            message[0] = 1
+            return message, sent
         if not all(bool(np.isfinite(one).all()) for one in values):
             return message, [np.zeros_like(line) for line in lines]
         parts = [np.ones(1, dtype=np.uint8), pack_bits(np.concatenate(columns), self.index_bits)]

@@ -404,7 +404,11 @@ class SparsePlans:
         channels = self._execution.channels
         if exchange != "hashed" and len(channels) > 1 and "network" not in channels:
             return "the buffer is divided between channels"
-        return "" if ranks <= MOST_RANKS else f"it is looked for up to {MOST_RANKS} ranks"
+        return (
+            ""
+            if exchange == "hashed" or ranks <= MOST_RANKS
+            else f"it is looked for up to {MOST_RANKS} ranks"
+        )
 
     def _trees_of(self, exchange: str) -> Plan:
         """Return the allreduce of elements on whose trees entries move."""

@@ -47,8 +47,8 @@ Array = NDArray[Any]
 FORMAT = "topoplan.fsdp2/1"
 """Format of a checkpoint state; residuals are in units of a loss scale of 1."""
 
-_COMPRESSED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models that have a state: torch cannot tell it."""
+_COMPRESSED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Units that have a state: torch cannot tell it."""
 
 
 def compress_fsdp2(
@@ -128,12 +128,12 @@ class ShardedCompression:
         loss_scale: GivenScale | None,
     ) -> None:
         given = {SHARDS: compression, REPLICAS: replicate_compression}
-        if model in _COMPRESSED:
+        units = sharded_units(model)
+        if any(one.module in _COMPRESSED for one in units):
             raise UsageError(
                 "the model has a compression already; use the state that compress_fsdp2 returned for it"
             )
         self._scale, self._given_scale = LossScale(loss_scale), loss_scale
-        units = sharded_units(model)
         self.groups = {SHARDS: units[0].mesh.get_group()}
         if replicate is not None:
             self.groups[REPLICAS] = _replicas(replicate, self.groups[SHARDS])
@@ -183,7 +183,7 @@ class ShardedCompression:
             except ValueError as error:
                 raise UsageError(f"{one.unit.name}: {error}") from error
         self._hook = model.register_forward_pre_hook(lambda *_: self.end_step())
-        _COMPRESSED.add(model)
+        _COMPRESSED.update(one.module for one in units)
 
     @property
     def step(self) -> int:

@@ -131,6 +131,8 @@ def state_signature(stateful: Sequence[Any]) -> str:
     """
     described: list[Any] = []
     count = 0
+    modules = [one for one in stateful if isinstance(one, torch.nn.Module)]
+    names = {id(one): name for module in modules for name, one in module.named_parameters()}
     for one in stateful:
         if isinstance(one, torch.nn.Module):
             tensors = [
@@ -142,7 +144,8 @@ def state_signature(stateful: Sequence[Any]) -> str:
             described += tensors
         else:
             groups = getattr(one, "param_groups", ())
-            described.append((type(one).__name__, [len(group["params"]) for group in groups]))
+            held = [[names.get(id(each), tuple(each.shape)) for each in group["params"]] for group in groups]
+            described.append((type(one).__name__, held))
     return f"{count} tensors {sha256(f'{described}'.encode()).hexdigest()[:16]}"
 
 

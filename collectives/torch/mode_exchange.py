@@ -197,6 +197,8 @@ class ModeExchange:
         `UsageError` if no optimizer is known, or for late gradients of an unknown bucket.
         """
         averager = self._averager
+        if self._local:
+            self._catch_up()
         if not self._local and self._parameters:
             # by identity: a reference to a deleted optimizer cannot be hashed
             movers = {id(one): one for key, one in self._movers.items() if key in self._parameters}
@@ -216,6 +218,15 @@ class ModeExchange:
         self._averaged = dict.fromkeys(self._parameters, averager.due)
         self._share_buffers()
         self._drift.steps = 0
+
+    def _catch_up(self) -> None:
+        """Take part in what is due, as other ranks do, if this rank's last steps were skipped, as by a GradScaler."""
+        groups: dict[int, list[torch.Tensor]] = {}
+        for key, one in self._parameters.items():
+            if (mover := self._movers.get(key)) is not None:
+                groups.setdefault(id(mover()), []).append(one)
+        for group in groups.values():
+            self.after_step(group)
 
     def close(self) -> None:
         self._leave()

@@ -172,11 +172,12 @@ def sharded_units(model: nn.Module) -> list[ShardedUnit]:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Shard
 
+    modules = [(name, one) for name, one in model.named_modules() if isinstance(one, FSDPModule)]
+    for _, module in modules:
+        module.reshard()  # after a forward pass without a backward pass parameters may be whole
     names = {id(one): name for name, one in model.named_parameters()}
     units = []
-    for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
+    for name, module in modules:
         found: dict[int, tuple[str, nn.Parameter]] = {}
         root: Any = module
         for part in _modules_of(root, FSDPModule):

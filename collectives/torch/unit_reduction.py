@@ -76,6 +76,7 @@ class UnitReduction:
                 method_of(dist, "reduce_scatter_single", "reduce_scatter_tensor")(
                     output_tensor, input_tensor, op=op, group=group
                 )
+                state.look_at(given, output_tensor)
                 self._note(SHARDS, input_tensor.nbytes, 1.0, started, density=1.0, how="dense")
                 return
             total = layout.rows(sums, given.dtype.name)[dist.get_rank(group)]
@@ -107,6 +108,7 @@ class UnitReduction:
             sums = self._by_low_rank(REPLICAS, parts, output, started)
             if sums is None:
                 self._average(output, group, ranks, started)
+                state.look_at(given, output)
                 return
             average = layout.line(sums, given.dtype.name) / given.dtype.type(ranks)
             output.copy_(torch.from_numpy(average))

@@ -33,7 +33,7 @@ from collectives.training.checkpoint_state import EMPTY_STATE, BucketPart, Filte
 from collectives.training.exchange_settings import ExchangeSettings, LossScale
 from collectives.training.gradient_filters import FilterCall
 from collectives.training.mailbox import Mailbox
-from collectives.training.modes import ASP, BSP, SSP, Gossip, LocalSGD, Mode, OuterMode
+from collectives.training.modes import ASP, BSP, SSP, DiLoCo, Gossip, LocalSGD, Mode, OuterMode
 from collectives.training.outer_optimizers import OuterOptimizer
 from collectives.training.report import LOGGER, Recorder, log_compilation
 from topoplan.errors import UsageError
@@ -600,12 +600,15 @@ class OuterAverager(LocalAverager):
 
         `saved` is the number of ranks of the job that saved them, None for the present one.
         """
-        self.due = int(states[0][1]["count"])
+        first = states[0][1]
+        self.due = int(first["count"])
+        used = "momentum" if isinstance(self._outer_mode, DiLoCo) else "residuals"
+        lost = [f"outer {part}" for part in ("momentum", "residuals") if first[part] and part != used]
         if saved is None:
-            self.optimizer.restore(states[0][1])
-            return ""
-        missing = self.optimizer.restore_on_other_ranks(states, saved)
-        return f"residuals of saved ranks {', '.join(map(str, missing))}" if missing else ""
+            self.optimizer.restore(first)
+        elif missing := self.optimizer.restore_on_other_ranks(states, saved):
+            lost.append(f"residuals of saved ranks {', '.join(map(str, missing))}")
+        return ", ".join(lost)
 
     def named(self, parameters: Sequence[Any]) -> dict[str, Sequence[Any]]:
         """Return parameters by their place, each as a list of an array for each rank of this process."""

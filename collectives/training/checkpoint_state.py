@@ -276,11 +276,14 @@ def send_to_joining_ranks(
     shapes = [(library.shape(one), library.dtype(one)) for one in arrays]
     mine = int.from_bytes(sha256(f"{signature} {shapes}".encode()).digest()[:7])
     joined: set[int] = set()
+    failure: Exception | None = None
     while True:
         handle = comm.all_gather(library.wrapped(np.array([has_it, mine], np.int64)), async_op=True)
         messages = np.asarray(library.values(handle.wait())).reshape(-1, 2).tolist()
         places = dict(zip(handle.among, messages, strict=True))
         sender, foreign = choose_sender(places)
+        if failure is not None:
+            raise failure
         if comm.original_ranks[comm.rank] in foreign:
             raise UsageError(
                 f"parameters, settings and arrays must be those of the other ranks, got others; {remedy}"
@@ -300,6 +303,13 @@ def send_to_joining_ranks(
         except BackendError:
             if sender in comm.original_ranks:
                 raise
+        except Exception as error:
+            if has_it:
+                raise
+            failure, mine = (
+                error,
+                -1,
+            )  # a state that this rank cannot load: the others exclude it in the next round
 
 
 def choose_sender(messages: Mapping[int, Sequence[Any]]) -> tuple[int, list[int]]:

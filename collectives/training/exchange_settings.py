@@ -17,7 +17,7 @@ from collectives.sparse.selection.error_feedback import checked_density
 from collectives.training.common_rows import CommonRows
 from collectives.training.gradient_filters import Cast, Quantize, Threshold
 from collectives.training.low_rank import LowRank
-from collectives.training.modes import BSP, Mode
+from collectives.training.modes import BSP, LOCAL_MODES, Mode
 from topoplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -348,7 +348,8 @@ class ExchangeSettings:
         how = self.compression
         if not isinstance(how, Compression | None):
             raise UsageError(f"compression must be one of {COMPRESSIONS}, got {how!r}; leave it out for none")
-        if how is not None and not isinstance(how, Cast) and not isinstance(self.mode, BSP):
+        rounds_buckets = isinstance(how, Cast) and not isinstance(self.mode, LOCAL_MODES)
+        if how is not None and not rounds_buckets and not isinstance(self.mode, BSP):
             raise UsageError(
                 f"compression {type(how).__name__} needs steps that wait for all ranks, got sync {self.mode}; leave "
                 "one of them out"

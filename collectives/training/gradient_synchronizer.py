@@ -547,13 +547,13 @@ class GradientSynchronizer:
             lost = [self._averager.restore_filter(filters)]
             if not self._sparse:
                 lost.append(describe_state({"residuals": residuals}, of="bucket"))
-            if self._outer is None and "outer" in state:
+            if self._outer is not None:
+                lost.append(self._outer.restore_outer([(state["held"], state["outer"])]))
+            elif "outer" in state:
                 lost.append(OUTER_STATE)
             warn_of_unused_state(lost, "gradients travel by other settings than when the state was saved")
             if self._proximal is not None:
                 self._proximal.restore(state["proximal"])
-            if self._outer is not None:
-                self._outer.restore_outer([(state["held"], state["outer"])])
         if self._outer is not None:
             self._averaged = self._outer.due
         self.recorder.step = self._confirmed_step = int(state["step"])

@@ -137,7 +137,8 @@ class OuterOptimizer:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned on the same rank."""
         self.start = {name: np.array(one) for name, one in state["start"].items()}
-        self.momentum = {name: np.array(one) for name, one in state["momentum"].items()}
+        held = state["momentum"] if isinstance(self.mode, DiLoCo) else {}
+        self.momentum = {name: np.array(one) for name, one in held.items()}
         kept = state["residuals"] if isinstance(self.mode, SparseLoCo) else {}
         self.residuals = {name: [np.array(one) for one in listed] for name, listed in kept.items()}
         same = state["mode"] == f"{self.mode}"
@@ -262,7 +263,7 @@ class OuterOptimizer:
             raise
         if not one.moved:
             self._move(one, means, named)
-        alpha = self.mode.alpha if isinstance(self.mode, DiLoCo) and means else 0.0
+        alpha = self.mode.alpha if isinstance(self.mode, DiLoCo) and one.means else 0.0
         for name in one.names:
             for array in named.get(name, ()):
                 values = self.start[name]
@@ -417,7 +418,7 @@ class OuterOptimizer:
         values = np.ascontiguousarray(self._comm.arrays.values(array)).reshape(-1)
         if values.dtype.kind == "c":
             values = values.view(values.real.dtype)
-        if "float" not in values.dtype.name:
+        if "float" not in values.dtype.name or values.dtype.itemsize > 8:
             raise UsageError(
                 f"{type(self.mode).__name__} needs float or complex parameters, got {values.dtype}"
             )

@@ -198,6 +198,11 @@ def run_comparison(options: argparse.Namespace, plan: PlanByKind) -> Answer:
     return Answer(text=text, value=lambda: {**named, **row, **every}, rows=lambda: [row], notes=plan.notes)
 
 
+def is_timed_as_a_list(plan: PlanByKind) -> bool:
+    """Return whether a plan is small enough for a list, and has times only there: servers of a torus forward in turn."""
+    return plan.cluster.network.kind == "torus" and plan.size <= MOST_LISTED_INSTEAD
+
+
 def run_sizes(
     options: argparse.Namespace, plan: PlanByKind, sizes: Sequence[int], late: Mapping[int, float]
 ) -> Answer:

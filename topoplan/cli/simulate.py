@@ -208,7 +208,7 @@ def run(options: argparse.Namespace) -> Answer:
         from topoplan.cli import large_cluster
 
         large = large_cluster.requested_plan(options, ("trace", "headroom", "plot"), plans=True)
-        if large is not None:
+        if large is not None and not large_cluster.is_timed_as_a_list(large):
             return large_cluster.run_sizes(options, large, sizes, late)
     with progress_line("planning") as progress:
         plan = _plan(options, progress)

@@ -273,8 +273,10 @@ def _from_file(options: argparse.Namespace) -> ClusterByKind | None:
 def refuse_unread(options: argparse.Namespace, topology: Topology | None = None) -> None:
     """Raise UsageError for a cluster of more GPUs than `MOST_READ`, before its devices are listed.
 
-    ``topology`` is that of TOPO, if it has been read.
+    ``topology`` is that of TOPO, if it has been read. A torus of hosts has its own limit (`topoplan.reading.clusters`).
     """
+    if topology is None and is_torus_name(options):
+        return
     remedy = f"choose fewer servers; {BY_KIND_COMMANDS}"
     _refuse(_size_of_cluster(options, topology), MOST_READ, "a list of its devices", remedy)
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from numbers import Integral, Real
 
 import numpy as np
 
@@ -251,12 +252,14 @@ def _links_in_wait(
 
 def check_late(late: Mapping[int, float], size: int) -> None:
     """Raise UsageError for a rank that does not exist, or seconds that are negative or not finite."""
-    for rank, seconds in sorted(late.items()):
-        if not 0 <= rank < size:
+    if not isinstance(late, Mapping):
+        raise UsageError(f"late must be the seconds of each late rank, such as {{3: 0.02}}, got {late!r}")
+    for rank, seconds in late.items():
+        if isinstance(rank, bool) or not isinstance(rank, Integral) or not 0 <= rank < size:
             raise UsageError(
                 f"a late rank must be 0 to {size - 1}, got {rank}; ranks count the GPUs of the allocation from 0"
             )
-        if not (math.isfinite(seconds) and seconds >= 0):
+        if not (isinstance(seconds, Real) and math.isfinite(seconds) and seconds >= 0):
             raise UsageError(
                 f"the seconds of late rank {rank} must be finite and at least 0, got {seconds}; correct them"
             )

@@ -340,6 +340,13 @@ def _path_images(plan: PlanByKind, path: KindPath) -> int:
 
 def _servers_of(plan: PlanByKind, edges: Sequence[Edge]) -> set[int]:
     """Return the servers of the sample that routes pass."""
+    for edge in edges:
+        for device in edge.route:
+            if device not in plan.sample.class_of:
+                raise PlanError(
+                    f"the route {'-'.join(edge.route)} passes {device}, which is not on the plan's servers",
+                    rank=edge.child,
+                )
     devices = (device for edge in edges for device in edge.route)
     return {plan.sample.server_of(device) for device in devices if "." in device}
 

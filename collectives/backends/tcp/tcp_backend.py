@@ -344,14 +344,14 @@ class TcpBackend(OneRank):
         buffers: RankBuffers | None = None,
     ) -> None:
         """Run a collective whose inputs the barrier carries, on arrays at these addresses."""
+        began, met = time.monotonic_ns(), 0
         if self._barrier is None:
-            self._world.agree(about, timeout=self._timeout)
-            self._open_barrier(self._timeout)
+            met = self._agree(about, lambda: self._collective_of(like))  # opens the barrier
         assert self._barrier is not None, "opened"
         (memory,) = like.memory
         nbytes = (memory.given[1] - memory.given[0]) * like.itemsize
-        began = time.monotonic_ns()
-        met = self._agree(about, lambda: self._collective_of(like), source, nbytes)
+        carried = self._agree(about, lambda: self._collective_of(like), source, nbytes)
+        met = met or carried
         self.arrivals.add(met - began)
         self._note_steps(like, began, met)
         scratch = self._scratch.of(ready.program.scratch_elements * like.itemsize)
@@ -387,7 +387,7 @@ class TcpBackend(OneRank):
         state.begin(call, traced=self._steps is not None)
         state.connect(network.descriptor)
         # an open link was agreed on before: both ends know it, and nothing on it is older than the last refused call
-        at_once = state.connected and not self.helpers
+        at_once = state.connected and not self.helpers and not self.monitored
         try:
             with self._waiting(state.waiting, state.stops_at):
                 began = time.monotonic_ns()
@@ -786,9 +786,12 @@ class TcpBackend(OneRank):
         except RefusedError:
             # some ranks may have sent half of their notes or chunks, so all of them open all connections anew
             self._barrier = None
-            self._network.close_links()
-            self._collectives.clear()
-            self._dropped.clear()
+            if (
+                not self.helpers
+            ):  # which do not know of the refusal; with them no chunk moves before an agreement
+                self._network.close_links()
+                self._collectives.clear()
+                self._dropped.clear()
             raise
         except BaseException as error:
             if not isinstance(error, BackendError):

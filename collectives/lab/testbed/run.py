@@ -172,6 +172,7 @@ def run_testbed(
     """
     _check_plans(plans)
     check_late(late or {}, len(next(iter(plans.values())).ranks))
+    timeout += max((late or {}).values(), default=0.0)  # the others wait for a late rank
     check_memory(max(sizes), len(next(iter(plans.values())).ranks), arrays=ARRAYS)
     flows = {name: crossed_links(plan) for name, plan in plans.items()}
     together: dict[PlanFlow, Sequence[Link]] = {

@@ -25,7 +25,7 @@ from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import machine as machine
 from tests.support.regular_fabrics import helped_star
 from tests.support.tcp_jobs import backends_in_threads, call, given_to, in_processes, seal
-from topoplan.errors import BackendError, UsageError
+from topoplan.errors import BackendError, RefusedError, UsageError
 from topoplan.plans.plan import Plan
 from topoplan.schedules.parameter_server import parameter_server
 
@@ -222,3 +222,17 @@ def test_relays_on_a_gpu_work_in_scratch_alone(collective: str, machine: Machine
     with Communicator(plan, chunk_bytes=1 << 10) as comm:
         expected = [seal(one) for one in call(comm, collective, given)]
     assert [[None if one is None else seal(one.get()) for one in ranks] for ranks in found] == [expected] * 3
+
+
+def test_a_call_that_is_refused_leaves_the_links_to_helpers_open() -> None:
+    """Helpers do not hear of a refusal."""
+
+    def body(comm: Communicator, rank: int) -> list[float]:
+        ones = np.ones(COUNT)
+        comm.all_reduce(ones)
+        with pytest.raises(RefusedError):
+            comm.all_reduce(ones, op="max" if rank == 2 else "sum")
+        return [float(comm.all_reduce(ones)[0]) for _ in range(2)]
+
+    found = serving(topoplan.plan(helped_star(RANKS, HELPERS)), body)
+    assert found[:RANKS] == [[RANKS, RANKS]] * RANKS

@@ -101,6 +101,8 @@ def test_ranks_over_tcp_have_loopbacks_bits_and_refuse_another_length() -> None:
         (np.ones((2, 2)), [0.0, 2.0], 6, "offsets of rank 0 must be 2 whole numbers"),
         (np.ones(4), [0], 6, "blocks of rank 0 must have shape"),
         (np.ones((1, 2), bool), [0], 6, "blocks must be of float16, .* got bool"),
+        (np.ones((2, 2)), [0, [4]], 6, "offsets of rank 0 must be 2 whole numbers for 2 blocks"),
+        (np.ones((1, 2)), [0], 2**70, "length must be a whole number from 0 on"),
         (np.ones((1, 2)), [0], 2.5, "length must be a whole number from 0 on, got 2.5"),
     ],
 )

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import topoplan
 from collectives import Communicator
 from collectives.backends.backend import KEPT_ARRIVALS, CallArrivals
 from collectives.recovery.arrivals import ArrivalReport, arrival_report
 from tests.support.hand_plans import forest_plan
 from tests.support.job_meeting import in_shared_memory
 from tests.support.tcp_jobs import in_threads
-from topoplan.errors import UsageError
+from topoplan.errors import RefusedError, UsageError
 
 GPUS = ["gpu0", "gpu1", "gpu2"]
 
@@ -42,8 +43,10 @@ def test_the_last_calls_are_kept_once() -> None:
     for number in range(KEPT_ARRIVALS + 5):
         arrivals.add(number)
     assert arrivals.taken() == list(range(5, KEPT_ARRIVALS + 5))
+    arrivals.forget()
     arrivals.add(7)
-    assert arrivals.taken() == [7]
+    assert arrivals.taken() == arrivals.taken() == [7]
+    arrivals.forget()
     assert arrivals.taken() == []
 
 
@@ -83,3 +86,33 @@ def test_ranks_of_one_process_have_no_arrivals() -> None:
         pytest.raises(UsageError, match="loopback back end has its ranks in one process"),
     ):
         comm.report()
+
+
+def test_idle_gpus_that_relay_are_no_ranks_of_a_report() -> None:
+    """Four GPUs of a DGX-1V with the other four as relays: rank 1 alone is held back."""
+
+    def body(comm: Communicator, rank: int) -> tuple[int, list[int]]:
+        pause = threading.Event()
+        comm.report()
+        for _ in range(4):
+            if rank == 1:
+                pause.wait(0.05)
+            comm.all_reduce(np.ones(1000))
+        report = comm.report()
+        return report.calls, [one.rank for one in report.late if one.late >= 3]
+
+    plan = topoplan.plan(topoplan.with_relays("dgx-1v", range(4)))
+    assert in_shared_memory(plan, body) == [(4, [1])] * 4
+
+
+def test_a_refused_report_keeps_what_it_would_have_told() -> None:
+    def body(comm: Communicator, rank: int) -> int:
+        given = np.ones(100_000)
+        comm.report()
+        for _ in range(3):
+            comm.all_reduce(given)
+        with pytest.raises(RefusedError):
+            comm.all_reduce(given) if rank == 2 else comm.report()
+        return comm.report().calls
+
+    assert min(in_threads(forest_plan(3, "allreduce", "star"), body)) >= 3

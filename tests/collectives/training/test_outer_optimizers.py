@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from collectives import DiLoCo, GradientSynchronizer, LocalSGD, SparseLoCo
+from collectives import Cast, DiLoCo, GradientSynchronizer, LocalSGD, SparseLoCo
 from collectives.training.checkpoint_state import pack_arrays, unpack_arrays
+from collectives.training.exchange_settings import ExchangeSettings
 from collectives.training.modes import OuterMode
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import BackendError, UsageError
@@ -389,3 +390,49 @@ def test_parameters_of_every_float_type_have_rounds(dtype: str) -> None:
 def test_settings_out_of_range_are_refused(make: Callable[[], object], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         make()
+
+
+def test_a_start_that_the_parameters_cannot_hold_is_put_back_though_own_values_are_mixed_in() -> None:
+    """60000 + 1000 * 48 is above what float16 holds: the round ends with 60000, not with half of the own 60032."""
+    weights = [[np.full(1, 60_000, dtype=np.float16)] for _ in range(2)]
+    mode = DiLoCo(period=1, outer_rate=1e3, outer_momentum=0.0, alpha=0.5)
+    with made(weights, mode) as synchronizer, pytest.warns(UserWarning, match="parameters are as before"):
+        train(synchronizer, weights, lambda rank, one: np.full_like(one, -32 * (1 + rank)), 1, rate=1.0)
+    assert [mine[0].tolist() for mine in weights] == [[60_000.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "lost"),
+    [
+        (SparseLoCo(period=1, k=1, chunk=4), DiLoCo(period=2), "outer residuals"),
+        (DiLoCo(period=1), SparseLoCo(period=2), "outer momentum"),
+    ],
+    ids=["residuals", "momentum"],
+)
+def test_what_another_outer_mode_has_no_use_for_is_listed(
+    saved: OuterMode, now: OuterMode, lost: str
+) -> None:
+    weights = first_weights()
+    with made(weights, saved) as synchronizer:
+        train(synchronizer, weights, pulled, 2, rate=0.1)
+        state = synchronizer.state_dict()
+    with made(weights, now) as synchronizer:
+        with pytest.warns(UserWarning, match=lost):
+            synchronizer.load_state_dict(state)
+        kept = synchronizer.state_dict()["outer"]
+    assert not kept[lost.removeprefix("outer ")]
+
+
+@pytest.mark.parametrize("mode", [DiLoCo(period=1), SparseLoCo(period=1)], ids=str)
+def test_parameters_without_elements_have_rounds_and_long_ones_are_refused(mode: OuterMode) -> None:
+    weights = [[np.zeros(0)] for _ in range(2)]
+    with made(weights, mode) as synchronizer:
+        train(synchronizer, weights, pulled, 2, rate=0.1)
+    with pytest.raises(UsageError, match="needs float or complex parameters, got float128"):
+        made([[np.zeros(2, dtype=np.longdouble)] for _ in range(2)], mode)
+
+
+@pytest.mark.parametrize("mode", [LocalSGD(2), DiLoCo(period=2), SparseLoCo(period=2)], ids=str)
+def test_no_gradient_is_rounded_where_none_is_exchanged(mode: OuterMode | LocalSGD) -> None:
+    with pytest.raises(UsageError, match="compression Cast needs steps that wait for all ranks"):
+        ExchangeSettings(compression=Cast("float16"), mode=mode)

@@ -255,7 +255,9 @@ def test_the_bound_alone_of_a_large_cluster_is_that_of_its_kinds(run: Run) -> No
         status, out, _ = run(f"plan {LARGE.format(servers)} --nic-access direct --bound-only --json")
         assert (status, json.loads(out)["bound"]) == (0, pytest.approx(200 * servers / (servers - 1)))
     status, out, _ = run(f"plan {LARGE.format(129)} --nic-access direct --bound-only")
-    assert "1,032 GPUs of 129 servers, over NVLink and the network: at most 201.562 GB/s" in out.splitlines()[0]
+    assert (
+        "1,032 GPUs of 129 servers, over NVLink and the network: at most 201.562 GB/s" in out.splitlines()[0]
+    )
     status, _, err = run(f"plan {LARGE.format(129)} --bound-only --list s3")
     assert (status, "--list does not go with --bound-only" in err) == (2, True)
 

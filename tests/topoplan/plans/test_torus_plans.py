@@ -164,6 +164,17 @@ def test_a_bound_is_not_above_the_shortest_tree() -> None:
                 assert bound == shortest
 
 
+def test_a_route_over_a_device_that_no_server_has_is_refused() -> None:
+    """A name with a dot whose head is no server."""
+    plan = plan_by_kind(servers("mi250x", (3, 4), nic_gbps=100), "all_reduce")
+    value = plan.to_object()
+    text = json.dumps(value["templates"])
+    assert '"s0.nic0"' in text
+    value["templates"] = json.loads(text.replace('"s0.nic0"', '"nic9.tx"'))
+    with pytest.raises(PlanError, match="passes nic9.tx, which is not on the plan's servers"):
+        verify_by_kind(PlanByKind.from_object(value))
+
+
 def test_a_wrong_template_is_refused() -> None:
     plan = plan_by_kind(servers("v100x4", (3, 4), nic_gbps=100, nics=4), "all_reduce")
     template = plan.templates[0]
