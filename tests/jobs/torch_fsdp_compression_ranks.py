@@ -510,6 +510,59 @@ def what_cannot_be_compressed_is_refused_in_one_line() -> None:
 
 
 @scenario(4)
+def a_model_that_has_only_looked_forward_is_compressed_whole() -> None:
+    """After a forward pass alone the root's parameters are whole: its unit is compressed all the same."""
+    mesh = grid()
+    model, reference = sharded(mesh["shard"]), network()
+    with torch.no_grad():
+        loss_of(model, 0)
+    compress_fsdp2(model, replicate=mesh["replicate"])
+    loss_of(model, 0).backward()
+    sum((loss_of(reference, 0, rank=rank) for rank in range(4)), torch.zeros((), dtype=WIDE)).div(
+        4
+    ).backward()
+    for name, one in reference.named_parameters():
+        assert one.grad is not None
+        torch.testing.assert_close(whole_gradients(model)[name], one.grad, rtol=1e-12, atol=1e-14)
+
+
+@scenario(4)
+def a_part_of_a_compressed_model_is_not_compressed_again() -> None:
+    model = sharded(mesh_of_all())
+    compress_fsdp2(model, TopK(0.1))
+    with pytest.raises(UsageError, match="compress"):
+        compress_fsdp2(model[0], TopK(0.5))
+
+
+@scenario(4)
+def an_overflow_in_a_unit_without_matrices_restores_the_residuals_of_the_others() -> None:
+    """A LayerNorm is reduced dense under `LowRank`; its infinite sum makes a GradScaler skip the step."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix, self.norm = nn.Linear(6, 13), nn.LayerNorm(6)
+
+        def forward(self, given: torch.Tensor, factor: float) -> torch.Tensor:
+            found: torch.Tensor = self.matrix(given).square().mean() + (self.norm(given) * factor).sum()
+            return found
+
+    torch.manual_seed(0)
+    model = Pair()
+    half = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    for unit in (model.matrix, model.norm, model):
+        fully_shard(unit, mesh=mesh_of_all(), mp_policy=half)
+    state = compress_fsdp2(model, LowRank(1, begins=0), loss_scale=1.0)
+    given = torch.randn(8, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model(given, 1.0).backward()
+    before = state.state_dict()["shards"]["matrix.weight"]["residual"].clone()
+    model.zero_grad()
+    model(given, 1e6).backward()
+    assert not torch.isfinite(whole_of(model.norm.bias.grad)).all()
+    assert torch.equal(state.state_dict()["shards"]["matrix.weight"]["residual"], before)
+
+
+@scenario(4)
 def unused_parameters_give_zeros_and_unused_units_keep_their_residuals() -> None:
     mesh = mesh_of_all()
     partly: Any = OnlyFirst().to(WIDE)

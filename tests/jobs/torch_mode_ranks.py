@@ -308,6 +308,31 @@ def check_finish(mode: Mode) -> None:
         assert message.startswith(f"training in mode {mode} ended without finish")
 
 
+@scenario(2)
+def a_rank_that_skipped_its_last_steps_takes_part_in_what_is_due_at_finish() -> None:
+    """A GradScaler sees the overflow of its own rank alone, in local modes."""
+    for mode in (LocalSGD(2), DiLoCo(period=2), SparseLoCo(period=2)):
+        for skipped in ((3,), (1,), (2, 3)):
+            torch.manual_seed(0)
+            model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+            state = HookState(sync=mode)
+            model.register_comm_hook(state, topoplan_hook)
+            optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            for step in range(4):
+                optimiser.zero_grad()
+                given = torch.full((3, 4), float(step + dist.get_rank())).cos()
+                overflow = float("inf") if dist.get_rank() == 1 and step in skipped else 1.0
+                scaler.scale(model(given).square().mean() * overflow).backward()
+                scaler.step(optimiser)
+                scaler.update()
+            state.finish()
+            first, second = of_all_ranks(_digest(model))
+            assert first == second, (mode, skipped)
+            dist.barrier()
+            state.close()
+
+
 class Sharpness(torch.optim.SGD):
     def away(self) -> None:
         with torch.no_grad():

@@ -199,7 +199,7 @@ def run_comparison(options: argparse.Namespace, plan: PlanByKind) -> Answer:
 
 
 def is_timed_as_a_list(plan: PlanByKind) -> bool:
-    """Return whether a plan is small enough for a list, and has times only there: servers of a torus forward in turn."""
+    """Return whether a plan is small enough for a list, and has times only there, as that of a torus."""
     return plan.cluster.network.kind == "torus" and plan.size <= MOST_LISTED_INSTEAD
 
 

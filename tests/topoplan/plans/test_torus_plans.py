@@ -171,7 +171,7 @@ def test_a_route_over_a_device_that_no_server_has_is_refused() -> None:
     text = json.dumps(value["templates"])
     assert '"s0.nic0"' in text
     value["templates"] = json.loads(text.replace('"s0.nic0"', '"nic9.tx"'))
-    with pytest.raises(PlanError, match="passes nic9.tx, which is not on the plan's servers"):
+    with pytest.raises(PlanError, match=r"passes nic9\.tx, which is not on the plan's servers"):
         verify_by_kind(PlanByKind.from_object(value))
 
 
