@@ -83,6 +83,7 @@ def test_whoever_is_killed_whenever(seed: int) -> None:
     assert faults_of(what, trained(what)) == []
 
 
+@pytest.mark.slow
 def test_the_example_loses_a_rank_and_gets_it_back(tmp_path: Path) -> None:
     """It ends with a loss like that of a run without a fault."""
     pytest.importorskip("torch", reason="torch is not installed")

@@ -269,6 +269,7 @@ def test_calls_that_differ_are_seen_by_all_ranks_and_write_nothing(small: bool) 
             engine.forget_difference()
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", range(len(SAMPLE)))
 def test_they_do_in_other_orders_too(number: int) -> None:

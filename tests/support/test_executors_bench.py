@@ -15,7 +15,7 @@ from tests.bench.executors import Contender, Failed, Job, neighbours
 from tests.support.checkout import ROOT
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_contenders_of_two_checkouts_run_in_the_same_rounds() -> None:
     words = [
         "--ranks",
@@ -69,7 +69,7 @@ def test_busy_neighbours_end_where_they_are_no_longer_needed() -> None:
     assert not started & set(children.read_text().split())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif(bool(sandbox_refusal()), reason="needs user namespaces")
 def test_training_over_a_shaped_link_prints_a_row_for_each_method() -> None:
     pytest.importorskip("torch", reason="needs torch")

@@ -132,6 +132,7 @@ def test_times_with_late_ranks_are_those_of_the_list(seed: int) -> None:
         agree_if_late(plan, seed)
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("make", [random_plan, plan_of_groups, plan_of_three_levels])
 @pytest.mark.parametrize("seed", range(60, 160))

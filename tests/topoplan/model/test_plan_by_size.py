@@ -81,6 +81,7 @@ def test_doubled_trees_fill_sooner_at_the_same_rate(name: str) -> None:
     assert doubled(topoplan.plan("dgx-2", "allgather")) is None  # one hop has no pipeline to fill
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_picks_the_fastest_candidate_and_changes_where_curves_meet(case: tuple[str, str]) -> None:
