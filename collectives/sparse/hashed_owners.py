@@ -79,9 +79,9 @@ class OwnerMap:
 
     >>> owners = OwnerMap(100, 4)
     >>> owners.sizes, owners.owners_of(np.array([0, 7, 8, 99])).tolist()
-    ((32, 16, 28, 24), [0, 0, 2, 2])
-    >>> owners.elements(2, owners.places(np.array([8, 99]))).tolist()
-    [8, 99]
+    ((32, 20, 24, 24), [0, 0, 2, 1])
+    >>> owners.elements(2, owners.places(np.array([8, 9]))).tolist()
+    [8, 9]
     """
 
     def __init__(self, size: int, ranks: int) -> None:

@@ -526,7 +526,7 @@ def an_argument_of_another_kind_is_one_clear_error() -> None:
     late = HookState(plan(), sync="asp")
     ddp = DistributedDataParallel(model())
     ddp.register_comm_hook(dist.group.WORLD, topoplan_hook)
-    known = "sync must be BSP(), SSP(2), ASP(), LocalSGD(8) or Gossip(p), or a name: "
+    known = "sync must be BSP(), SSP(2), ASP(), LocalSGD(8), DiLoCo(period=30), SparseLoCo(period=30) or Gossip(p), or "
     like: Any = network.parameters
     hook: Any = partial(HookState, plan())
     calls: list[tuple[Callable[[], Any], str]] = [
