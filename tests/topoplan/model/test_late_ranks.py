@@ -79,6 +79,7 @@ def test_no_byte_moves_at_a_rank_before_it_comes() -> None:
     assert run_events(made, nbytes=SIZE, late={2: 0.0}) == run_events(made, nbytes=SIZE)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["dgx-1v", "dgx-2", "v100x4", "dgx-h100"])
 def test_times_of_the_usual_plan_with_a_late_rank_are_those_of_the_events(name: str) -> None:
     """The closed form stays within a sixth of the event simulation, and grows by at most the delay."""
@@ -94,6 +95,7 @@ def test_times_of_the_usual_plan_with_a_late_rank_are_those_of_the_events(name: 
                 assert usual <= found <= usual + seconds + 1e-12
 
 
+@pytest.mark.thorough
 def test_a_late_rank_delays_a_channel_that_starts_later_by_the_rest_of_its_delay() -> None:
     """PCIe beside NVLink starts 3.7 ms after the launch: a rank that comes before that delays nothing there."""
     plan = topoplan.plan("dgx-1v", channels="nvlink+pcie", nbytes="1GB")
