@@ -87,6 +87,9 @@ def grow(*stateful: Any, step: int = 0, join_token: str | None = None, timeout: 
         of the others, which exclude it again.
     BackendError
         No rank admits the joining process in time, or all ranks with the state failed.
+    Exception
+        On a joining process that cannot load the state, which the others exclude: that of ``torch.load`` or of a
+        ``load_state_dict``. States hold tensors, numbers, texts and containers of these.
     """
     group = _default_group()
     for one in stateful:
