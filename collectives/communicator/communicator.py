@@ -404,8 +404,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         ([0.5, 1.0, 1.5, 2.0], [2.0, 2.0, 2.0, 2.0])
         """
         execution, membership = present = self._members.present
-        if self.is_helper:
-            raise UsageError("this process is a helper without arrays; call serve")
+        self._refuse_helper()
         try:
             name = check_collective(collective)
             if root is not None and name not in ROOTED:
@@ -727,9 +726,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         BackendError
             A rank failed, or makes another call.
         """
-
-        if self.is_helper:
-            raise UsageError("this process is a helper without arrays; call serve")
+        self._refuse_helper()
 
         def exchange() -> ArrivalReport:
             execution = self._open()
@@ -808,8 +805,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         self, collective: str, root: int | None, op: str | None, arrays: Any, out: Any, async_op: bool
     ) -> Any:
         execution = self._open()
-        if self.is_helper:
-            raise UsageError("this process is a helper without arrays; call serve")
+        self._refuse_helper()
         if self._members.repeats:
             return self._start_to_end(collective, root, op, arrays, out, async_op)
         below = MIN_MONITORED_BYTES if self._members.watched else None
@@ -861,10 +857,14 @@ class Communicator(DenseCollectives, SparseCollectives):
         """
         return sum_blocks(self, blocks, offsets, length)
 
-    def _start_uneven(self, arrays: Any, send_counts: Any, recv_counts: Any, out: Any, async_op: bool) -> Any:
-        execution, membership = self._members.present
+    def _refuse_helper(self) -> None:
+        """Raise `UsageError` in a process that has no arrays of its own."""
         if self.is_helper:
             raise UsageError("this process is a helper without arrays; call serve")
+
+    def _start_uneven(self, arrays: Any, send_counts: Any, recv_counts: Any, out: Any, async_op: bool) -> Any:
+        execution, membership = self._members.present
+        self._refuse_helper()
         try:
             asked = uneven_call(execution.backend, arrays, send_counts, recv_counts, out=out)
         except UsageError as error:

@@ -175,12 +175,12 @@ class ModeExchange:
 
     def outer_state(self) -> dict[str, Any] | None:
         """Return the state of an outer optimizer, its arrays as tensors; None without one."""
-        return None if self._outer is None else _as_tensors(self._outer.outer_state())
+        return None if self._outer is None else _exchanged(self._outer.outer_state())
 
     def restore_outer(self, states: Sequence[tuple[int, Any]], saved: int | None = None) -> str:
         """Restore what `outer_state` returned on ranks of a job; see `OuterAverager.restore_outer`."""
         assert self._outer is not None, "the state was checked"
-        found = [([rank], _as_arrays(one)) for rank, one in states]
+        found = [([rank], _exchanged(one)) for rank, one in states]
         lost = self._outer.restore_outer(found, saved)
         self._averaged, self._averaged_before = {}, self._outer.due
         return lost
@@ -429,21 +429,14 @@ def _without_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
             one.grad = gradient
 
 
-def _as_tensors(state: Any) -> Any:
-    """Return a state with tensors in place of arrays."""
+def _exchanged(state: Any) -> Any:
+    """Return a state with tensors in place of arrays, and arrays in place of tensors."""
     if isinstance(state, dict):
-        return {name: _as_tensors(one) for name, one in state.items()}
+        return {name: _exchanged(one) for name, one in state.items()}
     if isinstance(state, list):
-        return [_as_tensors(one) for one in state]
-    return torch.from_numpy(state) if isinstance(state, np.ndarray) else state
-
-
-def _as_arrays(state: Any) -> Any:
-    """Return a state with arrays in place of tensors."""
-    if isinstance(state, dict):
-        return {name: _as_arrays(one) for name, one in state.items()}
-    if isinstance(state, list):
-        return [_as_arrays(one) for one in state]
+        return [_exchanged(one) for one in state]
+    if isinstance(state, np.ndarray):
+        return torch.from_numpy(state)
     return state.detach().cpu().numpy() if isinstance(state, torch.Tensor) else state
 
 

@@ -306,10 +306,7 @@ def send_to_joining_ranks(
         except Exception as error:
             if has_it:
                 raise
-            failure, mine = (
-                error,
-                -1,
-            )  # a state that this rank cannot load: the others exclude it in the next round
+            failure, mine = error, -1  # the others exclude this rank in the next round
 
 
 def choose_sender(messages: Mapping[int, Sequence[Any]]) -> tuple[int, list[int]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from topoplan.cli.arguments import flag, refuse_beside
+from topoplan.cli.arguments import refuse_beside
 from topoplan.cli.compare import beside_rival
 from topoplan.cli.output import (
     DEFAULT_LINES,
@@ -21,7 +21,7 @@ from topoplan.cli.output import (
     table_of,
     thinned,
 )
-from topoplan.cli.plan_cluster import operation_words, root_rank
+from topoplan.cli.plan_cluster import refuse_listed_options, root_rank, where_words
 from topoplan.cli.simulate import LATE_ALONE, NCCL, TIMES, Times, late_words, verdict
 from topoplan.cli.sources import (
     CHANNELS_BY_KIND,
@@ -31,11 +31,9 @@ from topoplan.cli.sources import (
     large_cluster,
     read_by_kind,
     read_plan_text,
-    refuse_listing,
 )
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind
-from topoplan.machine.fabric import channel_words
 from topoplan.machine.topology import Topology
 from topoplan.model.expected_times import NcclTime
 from topoplan.model.kind_dataflow import KindClock
@@ -65,9 +63,7 @@ def requested_plan(
     if options.helpers is not None:
         needed.append("helpers")
     if needed:
-        flags = ", ".join(flag(name) for name in needed if name != "gpus") or "--gpus"
-        remedy = f"leave {flags} out to plan by kinds of servers, or choose --gpus"
-        refuse_listing(options, MOST_LISTED_INSTEAD, f"plans with {flags}", remedy)
+        refuse_listed_options(options, needed, ", or choose --gpus")
     if any(name in listed_only for name in needed):
         return None
     text = _text_of_plan(path)
@@ -160,7 +156,7 @@ def run_comparison(options: argparse.Namespace, plan: PlanByKind) -> Answer:
         return beside_rival("trees", plan.rate / others[0].rate, f"NCCL's best ({others[0].name})")
 
     def text() -> Iterator[str]:
-        yield f"{_where(plan)}: {beside()}"
+        yield f"{where_words(plan)}: {beside()}"
         noun = "path" if plan.collective == ALL_TO_ALL else "tree"
         number = f"{counted(plan.num_trees, noun)} of height {plan.height}"
         yield from labelled(
@@ -222,7 +218,7 @@ def run_sizes(
     )
 
     def text() -> Iterator[str]:
-        yield f"{_where(plan)}: {verdict(rows, nccl, NCCL)}"
+        yield f"{where_words(plan)}: {verdict(rows, nccl, NCCL)}"
         yield from labelled(
             ("plan", f"{noun}s, {rate_words(plan.rate, plan.collective, plan.size)}, {number}"),
             ("NCCL", "" if late else compared),
@@ -261,10 +257,3 @@ def run_sizes(
 def _quickest(model: Sequence[NcclExpectation], nbytes: int, factor: float) -> NcclTime:
     best = min(model, key=lambda one: one.seconds(nbytes))
     return NcclTime(nbytes, best.seconds(nbytes), f"{best.algorithm} {best.protocol}", factor, measured=False)
-
-
-def _where(plan: PlanByKind) -> str:
-    return (
-        f"{operation_words(plan)} on {plan.cluster.name}, {plan.size:,} GPUs of {plan.cluster.servers:,} servers, over "
-        f"{channel_words(plan.channels, plan.sample.topology)}"
-    )

@@ -241,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run_wrapped(given)
     finally:
         if arguments is not None:
-            received.clear()  # the caller goes on: its later waits are not those of this command
+            received.clear()  # the caller continues: its later waits are not those of this command
 
 
 def _run_wrapped(given: list[str]) -> int:

@@ -92,10 +92,13 @@ def refuse_listed(options: argparse.Namespace) -> None:
     needed += ["channels"] if options.channels not in CHANNELS_BY_KIND else []
     if options.listed or not needed:
         return
+    refuse_listed_options(options, needed, ", choose --gpus, or add --listed, which may take hours")
+
+
+def refuse_listed_options(options: argparse.Namespace, needed: Sequence[str], otherwise: str) -> None:
+    """Raise UsageError for a large cluster of which some options need the list; ``otherwise`` ends the remedy."""
     flags = ", ".join(flag(name) for name in needed if name != "gpus") or "--gpus"
-    remedy = (
-        f"leave {flags} out to plan by kinds of servers, choose --gpus, or add --listed, which may take hours"
-    )
+    remedy = f"leave {flags} out to plan by kinds of servers{otherwise}"
     refuse_listing(options, MOST_LISTED_INSTEAD, f"plans with {flags}", remedy)
 
 
@@ -149,11 +152,7 @@ def _bound_answer(plan: PlanByKind) -> Answer:
     rate = rate_words(plan.bound, plan.collective, plan.size)
 
     def text() -> Iterator[str]:
-        yield (
-            f"{operation_words(plan)} on {plan.cluster.name}, {plan.size:,} GPUs of {plan.cluster.servers:,} "
-            f"servers, over {channel_words(plan.channels, plan.sample.topology)}: at most "
-            f"{' '.join(filter(None, (rate, without_words(plan))))}"
-        )
+        yield f"{where_words(plan)}: at most {' '.join(filter(None, (rate, without_words(plan))))}"
         yield from labelled(("upper bound", f"{rate}: {plan.explain_bound()}"))
         yield f"proved in {format_seconds(plan.planning_seconds or 0.0)}"
 
@@ -182,10 +181,7 @@ def plan_lines(plan: PlanByKind, times: KindTimes | None = None, *, every: bool 
     """Yield the verdict, the rate against its bound, and the times or templates, at most a few unless ``every``."""
     size = plan.size
     noun, _ = _nouns(plan)
-    yield (
-        f"{operation_words(plan)} on {plan.cluster.name}, {size:,} GPUs of {plan.cluster.servers:,} servers, over "
-        f"{channel_words(plan.channels, plan.sample.topology)}: {rate_verdict(plan.gap, without_words(plan))}"
-    )
+    yield f"{where_words(plan)}: {rate_verdict(plan.gap, without_words(plan))}"
     yield from labelled(
         ("algbw", rate_words(plan.rate, plan.collective, size)),
         ("upper bound", f"{rate_words(plan.bound, plan.collective, size)}: {plan.explain_bound()}"),
@@ -225,6 +221,14 @@ def _template_lines(plan: PlanByKind, *, every: bool) -> Iterator[str]:
         (noun, "fraction each", "GB/s each", f"{roots} in a server", "height", "edges of the first"), cells
     )
     yield from folded_line(left, "shape")
+
+
+def where_words(plan: PlanByKind) -> str:
+    """Return the words of a plan's collective, cluster and channels."""
+    return (
+        f"{operation_words(plan)} on {plan.cluster.name}, {plan.size:,} GPUs of {plan.cluster.servers:,} servers, over "
+        f"{channel_words(plan.channels, plan.sample.topology)}"
+    )
 
 
 def without_words(plan: PlanByKind) -> str:
@@ -344,10 +348,7 @@ def _survival_lines(book: SurvivalByKind, *, every: bool) -> Iterator[str]:
     for one in book.classes:
         kinds[one.first.kind] += one.count
     found = "no failure has a plan" if worst is None else f"worst {worst[1].rate:.6g} GB/s without {worst[0]}"
-    yield (
-        f"{operation_words(whole)} on {whole.cluster.name}, {size:,} GPUs of {whole.cluster.servers:,} servers, over "
-        f"{channel_words(whole.channels, whole.sample.topology)}: {sum(kinds.values()):,} single failures, {found}"
-    )
+    yield f"{where_words(whole)}: {sum(kinds.values()):,} single failures, {found}"
     plans = f"{sum(one.count for one in planned):,}, in {counted(len(planned), 'equivalence class')}"
     yield from labelled(
         (

@@ -784,11 +784,10 @@ class TcpBackend(OneRank):
         try:
             yield
         except RefusedError:
-            # some ranks may have sent half of their notes or chunks, so all of them open all connections anew
+            # Some ranks may have sent half of their notes or chunks, so all of them reopen all connections. Helpers do
+            # not know of the refusal; with them no chunk moves before an agreement.
             self._barrier = None
-            if (
-                not self.helpers
-            ):  # which do not know of the refusal; with them no chunk moves before an agreement
+            if not self.helpers:
                 self._network.close_links()
                 self._collectives.clear()
                 self._dropped.clear()

@@ -1,4 +1,4 @@
-"""What a process that joins must have in common with the others."""
+"""A process that joins has models and optimizers like those of the others."""
 
 from __future__ import annotations
 

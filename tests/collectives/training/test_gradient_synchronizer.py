@@ -459,7 +459,7 @@ def test_says_once_that_dense_gradients_may_be_faster(caplog: pytest.LogCaptureF
 
 
 def test_every_parameter_sends_its_own_share() -> None:
-    """Of the largest entries of a bucket, all would be of the first parameter."""
+    """The largest entries of the whole bucket would all be of the first parameter."""
     draw, zeros = np.random.default_rng(4), [np.zeros((20, 10), np.float32), np.zeros(100, np.float32)]
     given = [
         [

@@ -105,7 +105,7 @@ def test_diloco_is_sgd_of_torch_on_what_ranks_have_moved(nesterov: bool) -> None
 
 
 MOVED = ((4, 2, 1, 0), (-1, 3, 2, 1))
-"""What each of two ranks moves in every round."""
+"""The moves of two ranks in every round."""
 
 
 def sparse_loco_in_fractions(divisor: str, rounds: int) -> list[list[Fraction]]:
