@@ -89,9 +89,11 @@ def test_arrays_must_keep_their_memory_and_shape(change: str) -> None:
         call()
         if change == "moved":
             before = arrays[1].ctypes.data
-            arrays[1].resize(1 << 20, refcheck=False)
-            arrays[1].resize(4, refcheck=False)
-            assert arrays[1].ctypes.data != before
+            others = []
+            while arrays[1].ctypes.data == before:  # malloc may give the old place back once
+                arrays[1].resize(1 << 20, refcheck=False)
+                others.append([np.empty(4) for _ in range(64)])
+                arrays[1].resize(4, refcheck=False)
         elif change == "resized":
             arrays[1].resize(3, refcheck=False)
         else:
