@@ -23,9 +23,11 @@ from topoplan.cli.output import (
     progress_line,
     write_whole,
 )
+from topoplan.cli.plan_cluster import root_rank
 from topoplan.cli.sources import (
     BY_KIND_COMMANDS,
     large_cluster,
+    may_be_large,
     read_machine,
     read_plan_or_machine,
     refuse_listing,
@@ -198,7 +200,7 @@ def _choices(options: argparse.Namespace) -> Choices:
 
 
 MOST_REPORTED = 512
-"""GPUs of a cluster up to which a report is written: about a minute."""
+"""GPUs of a cluster up to which a report lists them: about a minute. The report of more GPUs is by kind."""
 
 
 def add_report_options(parser: arguments.OneLineParser) -> None:
@@ -222,6 +224,9 @@ def run_report(options: argparse.Namespace) -> Answer:
     """Write one HTML file: the machine, its health, which GPUs to choose, the plan, its proof and trees, and times."""
     if options.output is None:
         raise UsageError("report needs an output file; give one with -o, such as -o report.html")
+    by_kind = _report_by_kind(options)
+    if by_kind is not None:
+        return Answer(file=lambda: by_kind)
     refuse_listing(options, MOST_REPORTED, "a report", f"choose some with --gpus; {BY_KIND_COMMANDS}")
     machine = read_machine(options)
     from topoplan.operate.plot.page import report_page
@@ -238,3 +243,23 @@ def run_report(options: argparse.Namespace) -> Answer:
             progress=progress,
         )
     return Answer(file=lambda: page)
+
+
+def _report_by_kind(options: argparse.Namespace) -> str | None:
+    """Return the page of a cluster of more GPUs than `MOST_REPORTED`; None for all that is listed."""
+    if not may_be_large(options):
+        return None
+    cluster = large_cluster(options, ("gpus", "in_network"))
+    if cluster is None or cluster.size <= MOST_REPORTED:
+        return None
+    from topoplan.operate.plot.page_by_kind import report_by_kind
+
+    with progress_line("reporting") as progress:
+        return report_by_kind(
+            cluster,
+            options.collective,
+            root=root_rank(options),
+            channels=options.channels,
+            sizes=options.sizes,
+            progress=progress,
+        )

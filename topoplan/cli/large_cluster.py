@@ -1,4 +1,4 @@
-"""Compare and simulate a large cluster by its kinds of servers, for ``topoplan compare`` and ``topoplan simulate``.
+"""Compare, simulate and choose GPUs of a large cluster by its kinds of servers, for ``topoplan compare`` and others.
 
 NCCL's rates and times are those of a few of the servers, with the cluster's numbers of servers and GPUs: more servers
 of one kind change neither its channels nor what they carry.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from topoplan.cli.arguments import refuse_beside
@@ -16,6 +15,10 @@ from topoplan.cli.compare import beside_rival
 from topoplan.cli.output import (
     DEFAULT_LINES,
     Answer,
+    Column,
+    folded,
+    folded_line,
+    microseconds,
     progress_line,
     table,
     table_of,
@@ -31,19 +34,27 @@ from topoplan.cli.sources import (
     large_cluster,
     read_by_kind,
     read_plan_text,
+    read_topology,
 )
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.machine.cluster_by_kind import ClusterByKind
+from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
 from topoplan.machine.topology import Topology
 from topoplan.model.expected_times import NcclTime
 from topoplan.model.kind_dataflow import KindClock
 from topoplan.model.times_by_size import row
-from topoplan.plans.plan import ALL_TO_ALL, check_collective
+from topoplan.operate.compare.allocation_shapes import AllocationShape, RankedShapes, recommend_shapes
+from topoplan.plans.plan import ALL_TO_ALL, check_collective, collective_name
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.verify_by_kind import verify_by_kind
-from topoplan.schedules.nccl_tuning import NcclExpectation, NcclSetting, expectations, setting_by_kind
+from topoplan.schedules.nccl_tuning import (
+    NcclExpectation,
+    NcclSetting,
+    expectations,
+    nccl_peaks,
+    setting_by_kind,
+)
 from topoplan.solve.packing.kind_composition import plan_by_kind
-from topoplan.units import bus_factor, counted, labelled, rate_words
+from topoplan.units import bus_factor, counted, format_size, labelled, number_ranges, rate_words
 
 LISTED_ONLY = ("gpus", "in_network", "size")
 """Options of an allocation that need the list of its GPUs."""
@@ -127,27 +138,9 @@ def _not_compared(plan: PlanByKind) -> str:
     return "not compared: its model needs equal servers with NVIDIA GPUs, and a network as fast as their NICs"
 
 
-@dataclass(frozen=True, slots=True)
-class Rival:
-    """A schedule of NCCL and its rate in GB/s of algorithm bandwidth."""
-
-    name: str
-    rate: float
-
-
-def rivals(plan: PlanByKind, here: NcclSetting | None) -> list[Rival]:
-    """Return NCCL's schedules of the plan's collective, the fastest first."""
-    if here is None or plan.collective == ALL_TO_ALL:
-        return []
-    found = [Rival("network ring", here.rings / bus_factor(plan.collective, plan.size))]
-    if plan.collective == "allreduce":
-        found += [Rival("nccl tree", here.trees), Rival("nvls tree", here.multicast)]
-    return sorted((one for one in found if one.rate), key=lambda one: -one.rate)
-
-
 def run_comparison(options: argparse.Namespace, plan: PlanByKind) -> Answer:
     """Compare the trees of a large cluster with NCCL's schedules."""
-    others = rivals(plan, nccl_setting(plan.cluster))
+    others = nccl_peaks(plan.cluster, plan.collective)
     factor = bus_factor(plan.collective, plan.size)
 
     def beside() -> str:
@@ -252,6 +245,166 @@ def run_sizes(
         "notes": list(notes),
     }
     return Answer(text=text, value=lambda: value, rows=lambda: records, notes=notes)
+
+
+def run_recommendation(options: argparse.Namespace) -> Answer | None:
+    """Rank the shapes of K GPUs of a large cluster; None for all that is listed.
+
+    GPUs keep their numbers: those of ``--without-gpu`` are not chosen. InfeasibleError for a cluster too large for a
+    list, if no shape has a plan by kind.
+    """
+    if options.members or options.in_network is not None:
+        return None
+    if options.servers is not None or options.domain is not None:
+        read_topology(options)
+    whole = argparse.Namespace(**{**vars(options), "without_gpu": None})
+    cluster = large_cluster(whole, ())
+    chosen = options.free is not None and len(options.free) <= MOST_LISTED
+    if cluster is None or chosen or cluster.network.kind == "torus":
+        return None
+    gone = {gpu for numbers in options.without_gpu or () for gpu in numbers}
+    free = options.free
+    if gone:
+        if max(gone) >= cluster.size:
+            raise UsageError(
+                f"--without-gpu must name GPUs from 0 to {cluster.size - 1}, got {max(gone)}; name another"
+            )
+        both = sorted(gone.intersection(free or ()))
+        if both:
+            raise UsageError(
+                f"GPU {both[0]} is named by --free and by --without-gpu; leave it out of one of them"
+            )
+        free = [gpu for gpu in (range(cluster.size) if free is None else free) if gpu not in gone]
+    collective = check_collective(options.collective)
+    try:
+        with progress_line("comparing") as progress:
+            ranked = recommend_shapes(cluster, options.count, collective, free=free, progress=progress)
+    except InfeasibleError as error:
+        if cluster.size <= MOST_LISTED_INSTEAD:
+            return None
+        raise InfeasibleError(
+            f"{error}; choose at most {MOST_LISTED} GPUs with --free", cut=error.cut
+        ) from None
+    number = cluster.size if free is None else len(free)
+    rows = [_shape_object(one, collective) for one in ranked.shapes]
+    return Answer(
+        text=lambda: _shape_lines(cluster, collective, ranked, number, every=options.all),
+        value=lambda: {
+            "machine": cluster.name,
+            "collective": collective,
+            "count": options.count,
+            "free": number,
+            "limit": ranked.limit,
+            "proved": ranked.proved,
+            "following": ranked.following,
+            "left": ranked.left,
+            "gpus": list(ranked.shapes[0].gpus),
+            "shapes": rows,
+            "times": _shape_times(ranked.shapes[0], collective),
+            "notes": list(cluster.notes),
+        },
+        rows=lambda: rows,
+        notes=cluster.notes,
+    )
+
+
+TIMED_SHAPES = (1 << 20, 1 << 25, 1 << 30)
+"""Sizes in bytes for which the best shape is timed."""
+
+
+def _shape_times(best: AllocationShape, collective: str) -> list[dict[str, object]]:
+    """Return the model times of the best shape beside NCCL's; none inside one server."""
+    if best.plan is None:
+        return []
+    here = nccl_setting(best.plan.cluster) if collective != ALL_TO_ALL else None
+    model = expectations(here, collective) if here is not None else ()
+    clock, size = KindClock(best.plan), len(best.gpus)
+    found: list[dict[str, object]] = []
+    for nbytes in TIMED_SHAPES:
+        one = row(collective, size, nbytes, clock.time(nbytes).seconds)
+        nccl = _quickest(model, nbytes, bus_factor(collective, size)) if model else None
+        found.append(
+            {
+                "size": nbytes,
+                "seconds": one.seconds,
+                "busbw": one.busbw,
+                "nccl_seconds": None if nccl is None else nccl.seconds,
+                "nccl_busbw": None if nccl is None else nccl.busbw,
+            }
+        )
+    return found
+
+
+def _shape_object(one: AllocationShape, collective: str) -> dict[str, object]:
+    return {
+        "shape": one.words,
+        "servers": one.servers,
+        "leaves": one.leaves,
+        "rate": one.rate,
+        "busbw": one.rate * bus_factor(collective, len(one.gpus)),
+        "bound": one.bound,
+        "bottleneck": one.why,
+        "nccl": None if one.nccl is None else one.nccl.rate,
+        "nccl_kind": "none" if one.nccl is None else one.nccl.name,
+        "gpus": number_ranges(one.gpus),
+    }
+
+
+def _shape_lines(
+    cluster: ClusterByKind, collective: str, ranked: RankedShapes, free: int, *, every: bool
+) -> Iterator[str]:
+    """Yield the best shape, why it is not faster, what it leaves, all shapes, and times of the best one."""
+    best, size = ranked.shapes[0], len(ranked.shapes[0].gpus)
+    verdict = (
+        "no set is faster" if ranked.proved else f"the fastest of {counted(len(ranked.shapes), 'shape')}"
+    )
+    yield (
+        f"{collective_name(collective)} on {cluster.name}, {size:,} of {free:,} GPUs: {best.words}, {verdict}"
+    )
+    at_most = f"at most {ranked.limit:.6g} GB/s" if ranked.limit and not ranked.proved else ""
+    nccl = best.nccl
+    rest = free - size
+    after = [
+        "" if ranked.following is None else f"{ranked.following:.6g} GB/s for the next job of {size:,}",
+        "" if ranked.left is None or rest == size else f"{ranked.left:.6g} GB/s for one of all {rest:,}",
+    ]
+    after_words = ", ".join(filter(None, after)) or "no plan by kind for them"
+    yield from labelled(
+        ("algbw", rate_words(best.rate, collective, size)),
+        ("upper bound", f"{rate_words(best.bound, collective, size)}: {best.why}"),
+        ("any set", at_most),
+        ("NCCL's best", "" if nccl is None else f"{rate_words(nccl.rate, collective, size)} by {nccl.name}"),
+        ("take", _first_of(number_ranges(best.gpus), 80)),
+        ("leaves", f"{counted(rest, 'GPU')}: {after_words}" if rest else "no GPU"),
+    )
+    columns: tuple[Column[AllocationShape], ...] = (
+        Column("shape", value=lambda one: one.words),
+        Column("leaves", value=lambda one: one.leaves if cluster.network.leaf else None),
+        Column("algbw", value=lambda one: one.rate, form=".6g"),
+        Column("busbw", value=lambda one: one.rate * bus_factor(collective, size), form=".6g"),
+        Column("upper bound", value=lambda one: one.bound, form=".6g"),
+        Column("NCCL", value=lambda one: None if one.nccl is None else one.nccl.rate, form=".6g"),
+    )
+    shown, hidden = folded(ranked.shapes, 6, every=every)
+    yield f"\n{table_of([one for one in columns if any(one.of(row) is not None for row in shown)], shown)}"
+    yield from folded_line(hidden, "slower shape")
+    times = _shape_times(best, collective)
+    if times:
+        heads = ["size", "us", "busbw", *(("NCCL us", "busbw") if times[0]["nccl_seconds"] else ())]
+        yield ""
+        yield table(heads, [_time_cells(one)[: len(heads)] for one in times])
+
+
+def _time_cells(one: dict[str, object]) -> list[str]:
+    cells = [format_size(int(str(one["size"])))]
+    for seconds, busbw in (("seconds", "busbw"), ("nccl_seconds", "nccl_busbw")):
+        if one[seconds] is not None:
+            cells += [microseconds(float(str(one[seconds]))), f"{float(str(one[busbw])):.4g}"]
+    return cells
+
+
+def _first_of(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _quickest(model: Sequence[NcclExpectation], nbytes: int, factor: float) -> NcclTime:

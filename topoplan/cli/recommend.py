@@ -19,7 +19,7 @@ from topoplan.cli.output import (
     records_of,
     table_of,
 )
-from topoplan.cli.sources import MOST_LISTED_INSTEAD, read_machine, refuse_listing
+from topoplan.cli.sources import MOST_LISTED_INSTEAD, may_be_large, read_machine, refuse_listing
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words
 from topoplan.machine.topology import Topology
@@ -67,6 +67,12 @@ def run(options: argparse.Namespace) -> Answer:
     collective = check_collective(options.collective)
     if (options.count is None) == (options.jobs is None):
         raise UsageError("say how many GPUs the job has with --count 4, or of several jobs with --jobs 4,2,2")
+    if options.jobs is None and may_be_large(options):
+        from topoplan.cli import large_cluster
+
+        large = large_cluster.run_recommendation(options)
+        if large is not None:
+            return large
     one = "topoplan recommend without --servers ranks the GPUs of one server, topoplan compare rates whole servers"
     refuse_listing(options, MOST_LISTED_INSTEAD, "sets of GPUs", f"choose some with --free; {one}")
     machine = read_machine(options)

@@ -226,10 +226,10 @@ def setting_by_kind(cluster: ClusterByKind) -> NcclSetting | None:
     """Return the properties of a communicator of all GPUs of a cluster, by a few of its servers.
 
     None if its servers are of several kinds, or cabled to one another, or a leaf, pod or rail, or the link between two
-    groups of a dragonfly, carries less than its NICs. Errors as `setting_of`.
+    groups of a dragonfly, carries less than its NICs. Servers without GPUs do not count. Errors as `setting_of`.
     """
     network = cluster.network
-    used = [kind for kind, count in cluster.runs if count]
+    used = [kind for kind, count in cluster.runs if count and cluster.gpus_of_kind[kind]]
     kinds = {next(one for one in used if cluster.kinds[one] == cluster.kinds[kind]) for kind in used}
     thin = max(network.oversubscription or 1, network.pod_oversubscription or 1) > 1
     if network.global_gbps is not None and len(cluster.leaves) > 1:
@@ -237,9 +237,34 @@ def setting_by_kind(cluster: ClusterByKind) -> NcclSetting | None:
         thin = nic_rate(network.global_gbps) < most * cluster.leaf_size
     if len(kinds) > 1 or thin or cluster.uplinks or network.kind == "torus":
         return None
-    few = replace(cluster, runs=((kinds.pop(), min(SERVERS_ALIKE, cluster.servers)),)).listed()
+    servers = sum(count for kind, count in cluster.runs if cluster.gpus_of_kind[kind])
+    few = replace(cluster, runs=((kinds.pop(), min(SERVERS_ALIKE, servers)),)).listed()
     alike = setting_of(with_all_capabilities(with_capable(few)))
-    return replace(alike, ranks=cluster.size, servers=cluster.servers)
+    return replace(alike, ranks=cluster.size, servers=servers)
+
+
+@dataclass(frozen=True, slots=True)
+class NcclPeak:
+    """A schedule of NCCL and its rate in GB/s of algorithm bandwidth, without latency."""
+
+    name: str
+    rate: float
+
+
+def nccl_peaks(cluster: ClusterByKind, collective: str) -> list[NcclPeak]:
+    """Return NCCL's schedules of a collective on a cluster, the fastest first; none if its model does not know it."""
+    if collective not in COLLECTIVES:
+        return []
+    try:
+        here = setting_by_kind(cluster)
+    except (UsageError, InfeasibleError):
+        return []
+    if here is None:
+        return []
+    found = [NcclPeak("network ring", here.rings / bus_factor(collective, cluster.size))]
+    if collective == "allreduce":
+        found += [NcclPeak("nccl tree", here.trees), NcclPeak("nvls tree", here.multicast)]
+    return sorted((one for one in found if one.rate), key=lambda one: -one.rate)
 
 
 def _multicast(machine: Topology, fabric: Fabric) -> float:

@@ -214,12 +214,12 @@ ABOVE_1024 = (
     "compare {} --without-each-server",
     "simulate {} --trace run.json",
     "simulate {} --in-network all",
-    "recommend {} --count 64",
+    "recommend {} --count 64 --members",
     "recommend {} --jobs 64,64",
 )
 
 ABOVE_MORE = (
-    ("report {} -o report.html", 512),
+    ("report {} -o report.html --in-network all", 512),
     ("pairs {}", 2048),
     ("order {} --mesh dp=12500,tp=8 --preset megatron", 4096),
     ("order {}", 16_384),
@@ -268,11 +268,39 @@ def test_chosen_gpus_of_a_large_cluster_are_listed(run: Run) -> None:
     assert (status, "all 8 GPUs" in out) == (0, True)
 
 
+def test_gpus_of_a_large_cluster_are_chosen_by_shape(done: Done, told: Told, run: Run) -> None:
+    """Whole servers are the fastest of 10,000 GPUs, proved for any set; GPUs taken out keep their numbers."""
+    large = LARGE.format(1250)
+    asked = f"recommend {large} --nic-access direct --count 1024"
+    said = done(asked)
+    assert "1,024 of 10,000 GPUs: 128 servers x 8 GPUs, no set is faster\n" in said
+    assert "take         0-1023\n" in said
+    found = told(f"{asked} --json")
+    assert found["shapes"][0]["rate"] == pytest.approx(400 * 128 / (2 * 127))
+    assert found["limit"] == found["shapes"][0]["rate"]
+    assert [one["servers"] for one in found["shapes"]] == [128, 128, 256, 512, 1024][-len(found["shapes"]) :]
+    assert found["times"][2]["busbw"] > found["times"][0]["busbw"]
+    assert found["left"] == pytest.approx(400 * 1122 / (2 * 1121))
+    part = told(f"{asked} --without-gpu 8 --json")
+    assert part["free"] == 9999
+    assert "8" not in part["shapes"][0]["gpus"].replace("-", ",").split(",")
+    status, _, err = run(f"{asked} --without-gpu 8 --free 0-4000")
+    assert (status, "GPU 8 is named by --free and by --without-gpu" in err) == (2, True)
+    status, _, err = run(
+        f"recommend {large} --count 64 --network dragonfly --group-size 125 --global-bandwidth 800Gb/s"
+    )
+    assert (status, "must have one in each group" in err) == (2, True)
+
+
 def test_a_cluster_file_is_refused_like_the_options(run: Run, tmp_path: Path) -> None:
     value = {"servers": [{"machine": "dgx-h100", "count": 3_000}], "network": {"nic_gbps": 400}}
     place = tmp_path / "many.json"
     place.write_text(json.dumps({"format": "topoplan.cluster/1", "name": "many", **value}))
-    for command, most in (("report {} -o r.html", 512), ("check {}", 16_384), ("testbed {}", 16_384)):
+    for command, most in (
+        ("report {} --in-network all -o r.html", 512),
+        ("check {}", 16_384),
+        ("testbed {}", 16_384),
+    ):
         status, _, err = run(command.format(place))
         assert (status, f"at most {most:,} GPUs for " in err, ", got 24,000 (many); " in err) == (
             2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 from math import comb
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from tests.support.small_fabrics import machine as machine_of_gpus
 from tests.topoplan.cli.conftest import Told
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.topology import Topology
+from topoplan.operate.compare.allocation_shapes import RankedShapes, allocated, recommend_shapes
 from topoplan.operate.compare.recommendation import GpuSet, recommend
 
 
@@ -161,3 +163,69 @@ def test_a_large_class_is_cut_in_text_only(done: Done) -> None:
     assert out.startswith("all_reduce on dgx-2, any 8 of the 16 GPUs: all equal\n")
     assert "… and 12,800 more (--json, --csv)" in " ".join(out.split())
     assert max(len(line) for line in out.splitlines()) <= 120
+
+
+def shapes_and_sets(
+    count: int, machine: str, network: dict[str, object], gpus: int, collective: str
+) -> tuple[RankedShapes, tuple[GpuSet, ...]]:
+    """The shapes of a cluster by kind, and all sets of the listed one."""
+    servers = [topoplan.Server(machine, count=count)]
+    given: dict[str, Any] = {"nic_gbps": 100, "nic_access": "direct", "nics": 2, **network}
+    listed = recommend(topoplan.cluster(servers, **given), gpus, collective)
+    return recommend_shapes(topoplan.cluster_by_kind(servers, **given), gpus, collective), listed
+
+
+IN_LEAVES: dict[str, Any] = {"network": "fat-tree", "leaf_size": 2, "oversubscription": 2}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("count", "machine", "network", "gpus", "collective"),
+    [
+        (2, "nvlink-x4", {}, 2, "allreduce"),
+        (2, "nvlink-x4", {}, 5, "allreduce"),
+        (2, "nvlink-x4", {}, 6, "allgather"),
+        (2, "v100x4", {"network": "rail-optimised"}, 4, "reduce_scatter"),
+        (2, "nvlink-x4", {}, 7, "broadcast"),
+        (3, "nvlink-x4", IN_LEAVES, 8, "allreduce"),
+        (2, "nvlink-x4", {}, 3, "reduce"),
+    ],
+)
+def test_the_best_shape_is_as_fast_as_the_best_of_all_listed_sets(
+    count: int, machine: str, network: dict[str, object], gpus: int, collective: str
+) -> None:
+    """Both roads; no listed set exceeds the limit of any set."""
+    found, listed = shapes_and_sets(count, machine, network, gpus, collective)
+    assert found.shapes[0].rate == pytest.approx(listed[0].rate, rel=1e-12)
+    assert found.limit is not None
+    assert listed[0].rate <= found.limit * (1 + 1e-12)
+    assert [one.rate for one in found.shapes] == sorted((one.rate for one in found.shapes), reverse=True)
+
+
+def test_shapes_of_unlike_servers_take_the_fast_ones_first() -> None:
+    """Fast NICs stand behind the slow ones, and a server with a slow NIC; free GPUs are the only ones taken."""
+    slow, fast = (topoplan.Server("nvlink-x4", count=10, nics=nics) for nics in (1, 4))
+    many = topoplan.cluster_by_kind([slow, fast], nic_gbps=200, nic_access="direct")
+    many = many.with_faults(slow_links={"s12.nic0-switch0": 1.0})
+    found = recommend_shapes(many, 32)
+    assert found.shapes[0].gpus == (*range(40, 48), *range(52, 76))
+    assert found.shapes[0].rate == found.shapes[0].bound
+    assert found.limit is not None
+    free = tuple(range(3, 60))
+    assert set(recommend_shapes(many, 12, free=free).shapes[0].gpus) <= set(free)
+    with pytest.raises(UsageError, match="at most 57, the GPUs to choose from, got 60"):
+        recommend_shapes(many, 60, free=free)
+    with pytest.raises(UsageError, match="different numbers from 0 to 79"):
+        recommend_shapes(many, 2, free=[0, 0, 1])
+
+
+def test_an_allocation_keeps_switches_and_the_order_of_ranks() -> None:
+    """Taken GPUs alone remain, in their order; a server that gives none has no link."""
+    many = topoplan.cluster_by_kind([topoplan.Server("dgx-a100", count=6)], nic_gbps=200, **IN_LEAVES)
+    part = allocated(many, {1: (0, 3), 2: tuple(range(8)), 5: (7,)})
+    assert part.size == 11
+    assert [part.gpu_name(rank) for rank in (0, 1, 2, 10)] == ["s1.gpu0", "s1.gpu3", "s2.gpu0", "s5.gpu7"]
+    listed = part.listed()
+    whole = {(link.src, link.dst): link.bandwidth for link in many.listed().links}
+    assert all(whole[link.src, link.dst] == link.bandwidth for link in listed.links)
+    assert not any("s0." in end or "s3." in end for link in listed.links for end in (link.src, link.dst))

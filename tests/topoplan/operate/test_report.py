@@ -16,11 +16,13 @@ import pytest
 
 import topoplan
 from tests.support.checkout import Done
+from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
 from topoplan.model.times_by_size import sweep
 from topoplan.operate.compare.comparison import attainable
 from topoplan.operate.plot.markup import VOID, Curve, Markup, draw_curves, element, table
 from topoplan.operate.plot.page import report_page, sizes_section
+from topoplan.operate.plot.page_by_kind import report_by_kind
 from topoplan.operate.plot.tree_animation import CHUNKS, lines_of, steps_of
 from topoplan.schedules.ring import ring_plan
 
@@ -281,3 +283,22 @@ def test_trees_are_stepped_through_in_a_browser(tmp_path: Path) -> None:
         "step 5 of 5: chunk 4 down|15|16",
         "4 chunks, 5 steps|0|0",
     ]
+
+
+def test_the_page_of_a_large_cluster_says_what_its_kinds_cost() -> None:
+    """Well formed, loads nothing; without the slow servers the rate is that of equal ones."""
+    many = topoplan.cluster_by_kind([topoplan.Server("nvlink-x4", count=200, nics=1)], nic_gbps=100)
+    slow = many.with_faults(slow_links={"s7.nic0-switch0": 1.0, "s90.nic0-switch0": 2.0})
+    page = well_formed(report_by_kind(slow, sizes=SIZES))
+    rows = {tuple(row[:2]): row for row in page.rows if len(row) == 4}
+    without = topoplan.plan_by_kind(
+        topoplan.cluster_by_kind([topoplan.Server("nvlink-x4", count=198, nics=1)], nic_gbps=100), "allreduce"
+    )
+    whole = topoplan.plan_by_kind(slow, "allreduce").rate
+    assert rows["2", "all but the 198 of s0's kind"][2] == f"{without.rate:.6g}"
+    assert rows["1", "s7"][3] == f"{2 * whole / whole:.3g}x"
+    text = " ".join(page.words)
+    assert f"800 GPUs of 200 servers reach {whole:.6g} GB/s" in text
+    assert report_by_kind(slow, sizes=SIZES) == report_by_kind(slow, sizes=SIZES)
+    with pytest.raises(UsageError, match="a size above zero"):
+        report_by_kind(many, sizes=[0])

@@ -200,10 +200,10 @@ def report_page(
             )
         )
     title = f"{collective_name(collective)} on {topology.name}"
-    return _document(title, _answer(plan), found)
+    return page_document(title, _answer(plan), found)
 
 
-def _document(title: str, answer: Markup, sections: Sequence[PageSection]) -> str:
+def page_document(title: str, answer: Markup, sections: Sequence[PageSection]) -> str:
     """Return the whole page: an answer in a few lines, then the sections."""
     links = items(element("a", one.heading, href=f"#{one.name}") for one in sections)
     body = [
