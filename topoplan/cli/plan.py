@@ -215,6 +215,9 @@ def run(options: argparse.Namespace) -> Answer:
     if may_be_large(options):
         from topoplan.cli import plan_cluster
 
+        by_kind = plan_sets.run_mesh_by_kind(options) if mode == "mesh" else None
+        if by_kind is not None:
+            return by_kind
         plan_cluster.refuse_listed(options)
     runs: dict[str, Callable[[argparse.Namespace], Answer]] = {
         "bound_only": _run_bound,

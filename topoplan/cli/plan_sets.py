@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments
 from topoplan.cli.output import (
@@ -28,7 +30,7 @@ from topoplan.cli.output import (
     table,
     table_of,
 )
-from topoplan.cli.sources import read_machine
+from topoplan.cli.sources import MOST_LISTED_INSTEAD, large_cluster, read_machine
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words
 from topoplan.machine.topology import Topology
@@ -36,7 +38,18 @@ from topoplan.plans.file_values import finite
 from topoplan.plans.mesh_plans import MeshGroup, MeshPlans
 from topoplan.plans.plan import Plan, collective_name
 from topoplan.plans.survival import MachineFailure, SurvivalPlans
-from topoplan.units import bus_factor, bus_words, counted, format_seconds, format_size, labelled
+from topoplan.units import (
+    bus_factor,
+    bus_words,
+    counted,
+    format_seconds,
+    format_size,
+    labelled,
+    number_ranges,
+)
+
+if TYPE_CHECKING:
+    from topoplan.solve.mesh_by_kind import GroupKind, MeshByKind
 
 
 def add_mesh_options(parser: arguments.OneLineParser, *, topic: str = "") -> None:
@@ -107,6 +120,101 @@ def run_mesh(options: argparse.Namespace) -> Answer:
         file=mesh.to_json,
         notes=[note for group in mesh.groups for note in plan_notes(group.plan)],
     )
+
+
+def run_mesh_by_kind(options: argparse.Namespace) -> Answer | None:
+    """Plan the groups of a mesh on a cluster of more than `MOST_LISTED_INSTEAD` GPUs; None for all that is listed."""
+    cluster = None if options.listed else large_cluster(options, ("gpus", "in_network"))
+    if cluster is None or cluster.size <= MOST_LISTED_INSTEAD:
+        return None
+    from topoplan.solve.mesh_by_kind import plan_mesh_by_kind
+
+    if options.output is not None:
+        raise UsageError(
+            f"-o must be without --mesh for a cluster of more than {MOST_LISTED_INSTEAD:,} GPUs, got both; use --json, "
+            "or plan the groups of an axis with --gpus"
+        )
+    with progress_line("planning") as progress:
+        mesh = plan_mesh_by_kind(
+            cluster,
+            options.mesh,
+            options.collective,
+            axes=options.axes,
+            channels=options.channels,
+            progress=progress,
+        )
+    return Answer(
+        text=lambda: _kind_mesh_lines(mesh, every=options.all),
+        value=lambda: _kind_mesh_object(mesh),
+        rows=lambda: records_of(_kind_mesh_columns(mesh), mesh.groups),
+        notes=cluster.notes,
+    )
+
+
+def _kind_mesh_columns(mesh: MeshByKind) -> tuple[Column[GroupKind], ...]:
+    weights = dict(mesh.weights)
+    return (
+        Column("axis", "axis"),
+        Column("groups", "count"),
+        Column("ranks of the first", "ranks", lambda one: number_ranges(one.members), _first_ranks),
+        Column("GB/s", "rate", lambda one: float(weights[one.axis]) * mesh.rate, ".6g"),
+        Column("these trees alone", "alone", lambda one: one.plan.rate, ".6g"),
+        Column("best alone", "bound_alone", lambda one: one.plan.bound, ".6g"),
+        Column("trees", "trees", lambda one: one.plan.num_trees),
+        Column("height", "height", lambda one: one.plan.height),
+    )
+
+
+def _first_ranks(text: str) -> str:
+    return text if len(text) <= 24 else f"{text[:24]}…"
+
+
+def _kind_mesh_object(mesh: MeshByKind) -> dict[str, object]:
+    return {
+        "machine": mesh.cluster.name,
+        "collective": mesh.collective,
+        "axes": [[name, extent] for name, extent in mesh.axes],
+        "weights": [[name, str(weight)] for name, weight in mesh.weights],
+        "channels": list(mesh.channels),
+        "rate": mesh.rate,
+        "bound": mesh.bound,
+        "gap": mesh.gap,
+        "bottleneck": {"links": mesh.bottleneck[0], "number": mesh.bottleneck[1]},
+        "groups": records_of(_kind_mesh_columns(mesh), mesh.groups),
+        "seconds": mesh.seconds,
+        "notes": list(mesh.cluster.notes),
+    }
+
+
+def _kind_mesh_lines(mesh: MeshByKind, *, every: bool) -> Iterator[str]:
+    """Yield the rate of all groups at once against the bound, and a row for each kind of groups."""
+    axes = " x ".join(f"{name} {extent}" for name, extent in mesh.axes)
+    counts: Counter[str] = Counter()
+    for one in mesh.groups:
+        counts[one.axis] += one.count
+    machine = mesh.cluster.sample(1).topology
+    yield (
+        f"{collective_name(mesh.collective)} on {mesh.cluster.name}, a mesh of {axes}, over "
+        f"{channel_words(mesh.channels, machine)}: {rate_verdict(mesh.gap)}"
+    )
+    ends, number = mesh.bottleneck
+    groups = " and ".join(f"{counted(count, 'group')} along {axis}" for axis, count in counts.items())
+    yield from labelled(
+        ("algbw", f"{mesh.rate:.6g} GB/s in every group of weight 1"),
+        ("upper bound", f"{mesh.bound:.6g} GB/s, by lengths of {number:,} links {ends}"),
+        ("groups", f"{groups}, all at once, of {counted(len(mesh.groups), 'kind')}"),
+    )
+    yield ""
+    alike: dict[tuple[object, ...], list[GroupKind]] = {}
+    for place, one in enumerate(mesh.groups):
+        figures = (one.axis, one.plan.rate, one.plan.bound, one.plan.num_trees, one.plan.height)
+        alike.setdefault((place,) if every else figures, []).append(one)
+    rows = [replace(kinds[0], count=sum(one.count for one in kinds)) for kinds in alike.values()]
+    shown, left = folded(rows, MAX_GROUPS, every=every)
+    yield table_of(_kind_mesh_columns(mesh), shown)
+    yield from folded_line(left, "row")
+    if mesh.seconds is not None:
+        yield f"\nplanned in {format_seconds(mesh.seconds)}"
 
 
 def _mesh_lines(mesh: MeshPlans, *, every: bool) -> Iterator[str]:

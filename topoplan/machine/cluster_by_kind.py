@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import groupby
 from typing import NamedTuple, cast
 
 from topoplan.errors import UsageError
@@ -295,6 +296,33 @@ class ClusterByKind:
             first += count
         own = kinds[self.kind_of(server)]
         return replace(self, kinds=(*kinds, own), runs=tuple(runs))
+
+    def with_gpus(self, taken: Mapping[int, tuple[int, ...]]) -> ClusterByKind:
+        """Return the cluster with some GPUs alone, by server; switches and uplinks stay, and so do a server's NICs.
+
+        GPUs are numbered in their server, ascending. Servers that give the same GPUs of one kind are one kind; those
+        that give none have no GPU and no link.
+        """
+        number = {(kind, tuple(range(gpus))): kind for kind, gpus in enumerate(self.gpus_of_kind)}
+        kinds, runs, server = [*self.kinds], list[tuple[int, int]](), 0
+        for kind, count in self.runs:
+            for own, members in groupby(taken.get(one, ()) for one in range(server, server + count)):
+                if (kind, own) not in number:
+                    number[kind, own] = len(kinds)
+                    kinds.append(self.kinds[kind].with_gpus(own))
+                runs.append((number[kind, own], len([*members])))
+            server += count
+        place = {kind: new for new, kind in enumerate(sorted({kind for kind, _ in runs}))}
+        merged = [
+            (place[kind], sum(count for _, count in members))
+            for kind, members in groupby(runs, key=lambda run: run[0])
+        ]
+        return replace(self, kinds=tuple(kinds[kind] for kind in place), runs=tuple(merged))
+
+    def server_machine(self, server: int) -> Topology:
+        """Return one server without the network."""
+        devices, links, _ = self.kinds[self.kind_of(server)].named(f"s{server}")
+        return Topology(f"s{server}", tuple(devices), tuple(links))
 
     def kind_of(self, server: int) -> int:
         """Return the number of a server's kind."""

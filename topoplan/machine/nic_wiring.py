@@ -161,6 +161,20 @@ class WiredServer:
     ports: tuple[NicPort, ...]
     notes: tuple[str, ...]
 
+    def with_gpus(self, gpus: Sequence[int]) -> WiredServer:
+        """Return the server with some of its GPUs, by number; one without any has no device and no link."""
+        if not gpus:
+            return replace(
+                self, devices=(), links=(), ports=tuple(port.after(0.0, 0.0) for port in self.ports)
+            )
+        every = [device.name for device in self.devices if device.kind == "gpu"]
+        gone = {*every} - {every[gpu] for gpu in gpus}
+        return replace(
+            self,
+            devices=tuple(device for device in self.devices if device.name not in gone),
+            links=tuple(link for link in self.links if link.src not in gone and link.dst not in gone),
+        )
+
     def named(self, server: str) -> tuple[list[Device], list[Link], list[NicPort]]:
         """Return devices, links and ports of a server of this name in a cluster; all names begin with the server's."""
         return (

@@ -200,7 +200,7 @@ def test_a_machine_on_stdin_is_read_once(done: Done) -> None:
 LARGE = "dgx-h100 --servers {} --nic-bandwidth 400Gb/s"
 
 ABOVE_1024 = (
-    "plan {} --mesh dp=12500,tp=8",
+    "plan {} --mesh dp=12500,tp=8 --in-network nvswitch",
     "plan {} --in-network nvswitch",
     "plan {} --bound-only --in-network nvswitch",
     "plan {} --schedule ring",
@@ -290,6 +290,18 @@ def test_gpus_of_a_large_cluster_are_chosen_by_shape(done: Done, told: Told, run
         f"recommend {large} --count 64 --network dragonfly --group-size 125 --global-bandwidth 800Gb/s"
     )
     assert (status, "must have one in each group" in err) == (2, True)
+
+
+def test_a_mesh_of_a_large_cluster_is_planned_by_kinds_of_groups(done: Done, told: Told, run: Run) -> None:
+    asked = f"plan {LARGE.format(250)} --mesh dp=250,tp=8"
+    said = done(asked)
+    assert "a mesh of dp 250 x tp 8, over NVLink and the network: provably optimal\n" in said
+    assert "8 groups along dp and 250 groups along tp, all at once, of 9 kinds\n" in said
+    found = told(f"{asked} --json")
+    assert found["rate"] == found["bound"] == pytest.approx(48 * 250 / (2 * 249))
+    assert [one["count"] for one in found["groups"]] == [*[1] * 8, 250]
+    status, _, err = run(f"{asked} -o mesh.json")
+    assert (status, "-o must be without --mesh for a cluster of more than 1,024 GPUs" in err) == (2, True)
 
 
 def test_a_cluster_file_is_refused_like_the_options(run: Run, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.support.small_fabrics import machine as machine_of_gpus
 from tests.topoplan.cli.conftest import Told
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.topology import Topology
-from topoplan.operate.compare.allocation_shapes import RankedShapes, allocated, recommend_shapes
+from topoplan.operate.compare.allocation_shapes import RankedShapes, recommend_shapes
 from topoplan.operate.compare.recommendation import GpuSet, recommend
 
 
@@ -222,7 +222,7 @@ def test_shapes_of_unlike_servers_take_the_fast_ones_first() -> None:
 def test_an_allocation_keeps_switches_and_the_order_of_ranks() -> None:
     """Taken GPUs alone remain, in their order; a server that gives none has no link."""
     many = topoplan.cluster_by_kind([topoplan.Server("dgx-a100", count=6)], nic_gbps=200, **IN_LEAVES)
-    part = allocated(many, {1: (0, 3), 2: tuple(range(8)), 5: (7,)})
+    part = many.with_gpus({1: (0, 3), 2: tuple(range(8)), 5: (7,)})
     assert part.size == 11
     assert [part.gpu_name(rank) for rank in (0, 1, 2, 10)] == ["s1.gpu0", "s1.gpu3", "s2.gpu0", "s5.gpu7"]
     listed = part.listed()

@@ -15,10 +15,16 @@ import topoplan
 from tests.support.small_fabrics import machine as small_machine
 from tests.support.small_fabrics import parents_of_trees
 from topoplan.errors import InfeasibleError, PlanError, UsageError
+from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
+from topoplan.plans.loads import link_loads
 from topoplan.plans.mesh_plans import MeshPlans, verify_mesh
 from topoplan.plans.plan import COLLECTIVES
+from topoplan.plans.plan_by_kind import PlanByKind
+from topoplan.plans.verify_by_kind import verify_by_kind
 from topoplan.reading.load import library
+from topoplan.solve.mesh_by_kind import plan_mesh_by_kind
+from topoplan.solve.mesh_planner import plan_mesh
 
 
 def switched(rng: np.random.Generator, gpus: int) -> Topology:
@@ -169,3 +175,94 @@ def test_groups_that_no_kind_of_links_joins_are_named() -> None:
     mesh, gpus = {"dp": 2, "tp": 2}, [0, 1, 6, 7]
     with pytest.raises(InfeasibleError, match="the group of gpu0, gpu6: no NVLink path leads from"):
         topoplan.plan_mesh(topoplan.load("dgx-1v"), mesh, gpus=gpus, axes=["dp"], channels="nvlink")
+
+
+KIND_MESHES = [
+    ("dgx-a100", 2, {"dp": 2, "tp": 8}, None, {}, "allreduce"),
+    ("dgx-h100", 2, {"pp": 2, "dp": 2, "tp": 4}, {"dp": 1, "tp": 3}, {}, "allgather"),
+    ("dgx-a100", 4, {"pp": 2, "dp": 2, "tp": 8}, None, {"network": "rail-optimised"}, "allreduce"),
+    (
+        "nvlink-x4",
+        4,
+        {"dp": 4, "tp": 4},
+        None,
+        {"nics": 4, "network": "fat-tree", "leaf_size": 2},
+        "allreduce",
+    ),
+    ("nvlink-x4", 3, {"dp": 3, "tp": 4}, ["dp"], {"nics": 4}, "reduce_scatter"),
+    ("v100x4", 2, {"dp": 2, "tp": 4}, ["tp"], {"nics": 4}, "allreduce"),
+]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("machine", "servers", "mesh", "axes", "network", "collective"), KIND_MESHES)
+def test_a_mesh_by_kind_is_as_fast_as_the_listed_one(
+    machine: str, servers: int, mesh: dict[str, int], axes: Any, network: dict[str, Any], collective: str
+) -> None:
+    """Both are proved; every plan of a kind is verified by code of its own, and the groups are all there."""
+    given = {"nic_gbps": 200, **network}
+    hosts = [topoplan.Server(machine, count=servers)]
+    found = plan_mesh_by_kind(topoplan.cluster_by_kind(hosts, **given), mesh, collective, axes=axes)
+    listed = plan_mesh(topoplan.cluster(hosts, **given), mesh, collective, axes=axes)
+    assert (found.rate, found.bound) == pytest.approx((listed.rate, listed.bound), rel=1e-12)
+    assert sum(one.count for one in found.groups) == len(listed.groups)
+    members = {(group.axis, group.members) for group in listed.groups}
+    assert {(one.axis, one.members) for one in found.groups} <= members
+    for one in found.groups:
+        checked = verify_by_kind(one.plan) if isinstance(one.plan, PlanByKind) else topoplan.verify(one.plan)
+        assert checked.rate == pytest.approx(one.plan.rate)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("servers", "network"),
+    [(4, {}), (6, {"network": "fat-tree", "leaf_size": 2, "oversubscription": 4})],
+)
+def test_the_loads_of_a_mesh_by_kind_are_those_of_all_its_groups(
+    servers: int, network: dict[str, Any]
+) -> None:
+    """Every group listed, its trees' loads on links by name: the fullest link has the rate."""
+    hosts = [topoplan.Server("nvlink-x4", count=servers, nics=2)]
+    given = {"nic_gbps": 100, "nic_access": "direct", **network}
+    many = topoplan.cluster_by_kind(hosts, **given)
+    found = plan_mesh_by_kind(many, {"dp": servers, "tp": 4})
+    used: dict[tuple[str, str], Fraction] = {}
+    for one in found.groups:
+        plans = [one.plan.listed() if isinstance(one.plan, PlanByKind) else one.plan]
+        fabric = Fabric(plans[0].topology, plans[0].channels)
+        of_links = list(zip(fabric.links, link_loads(plans[0].shards, fabric), strict=True))
+        assert one.count == (1 if one.axis == "dp" else servers)
+        for server in range(one.count):
+            for link, load in of_links:
+                ends = (link.src, link.dst)
+                if one.axis == "tp":
+                    ends = (f"s{server}{link.src[2:]}", f"s{server}{link.dst[2:]}")
+                used[ends] = used.get(ends, Fraction(0)) + load
+    whole = Fabric(many.listed(), found.channels)
+    rate = min(
+        capacity / used[link.src, link.dst]
+        for link, capacity in zip(whole.links, whole.capacity, strict=True)
+        if used.get((link.src, link.dst))
+    )
+    assert found.rate == float(rate) <= found.bound
+
+
+def test_meshes_of_ten_thousand_gpus_have_a_plan_for_each_kind_of_groups() -> None:
+    """Two axes share each NIC: 1/rate is the sum of both times; 8 kinds along each, one inside servers."""
+    many = topoplan.cluster_by_kind(
+        [topoplan.Server("dgx-h100", count=1250)], nic_gbps=400, network="rail-optimised"
+    )
+    found = plan_mesh_by_kind(many, {"pp": 10, "dp": 125, "tp": 8})
+    each = [2 * (extent - 1) / extent / 48 for extent in (10, 125)]
+    assert found.rate == found.bound == pytest.approx(1 / sum(each))
+    assert [(one.axis, one.count) for one in found.groups] == [
+        *[("pp", 125)] * 8,
+        *[("dp", 10)] * 8,
+        ("tp", 1250),
+    ]
+    with pytest.raises(UsageError, match="all_reduce, all_gather, reduce_scatter on a switch"):
+        plan_mesh_by_kind(many, {"dp": 10_000}, "broadcast")
+    with pytest.raises(UsageError, match="a mesh of dp 10 does not have as many ranks"):
+        plan_mesh_by_kind(many, {"dp": 10})
+    with pytest.raises(UsageError, match="must be one of auto"):
+        plan_mesh_by_kind(many, {"dp": 1250, "tp": 8}, channels="all")

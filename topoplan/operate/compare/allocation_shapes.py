@@ -25,7 +25,6 @@ from itertools import groupby
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.nic_wiring import WiredServer
-from topoplan.machine.topology import Topology
 from topoplan.operate.compare.recommendation import recommend
 from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.plan import ALL_TO_ALL, check_collective
@@ -166,44 +165,6 @@ def _by_server(cluster: ClusterByKind, gpus: Sequence[int]) -> Taken:
     }
 
 
-def allocated(cluster: ClusterByKind, taken: Mapping[int, tuple[int, ...]]) -> ClusterByKind:
-    """Return the cluster with the taken GPUs alone; switches and their uplinks stay, and so do the NICs of a server.
-
-    Servers that give the same GPUs of one kind are one kind; servers that give none have no GPU.
-    """
-    number = {(kind, tuple(range(gpus))): kind for kind, gpus in enumerate(cluster.gpus_of_kind)}
-    kinds, runs, server = [*cluster.kinds], list[tuple[int, int]](), 0
-    for kind, count in cluster.runs:
-        for own, members in groupby(taken.get(one, ()) for one in range(server, server + count)):
-            if (kind, own) not in number:
-                number[kind, own] = len(kinds)
-                kinds.append(_with_gpus(cluster.kinds[kind], own))
-            runs.append((number[kind, own], len([*members])))
-        server += count
-    used = sorted({kind for kind, _ in runs})
-    place = {kind: new for new, kind in enumerate(used)}
-    merged = [
-        (kind, sum(count for _, count in members))
-        for kind, members in groupby(((place[kind], count) for kind, count in runs), key=lambda run: run[0])
-    ]
-    return replace(cluster, kinds=tuple(kinds[kind] for kind in used), runs=tuple(merged))
-
-
-def _with_gpus(server: WiredServer, gpus: Sequence[int]) -> WiredServer:
-    """Return a server with some of its GPUs; one without any has no link."""
-    if not gpus:
-        return replace(
-            server, devices=(), links=(), ports=tuple(port.after(0.0, 0.0) for port in server.ports)
-        )
-    every = [device.name for device in server.devices if device.kind == "gpu"]
-    gone = {*every} - {every[gpu] for gpu in gpus}
-    return replace(
-        server,
-        devices=tuple(device for device in server.devices if device.name not in gone),
-        links=tuple(link for link in server.links if link.src not in gone and link.dst not in gone),
-    )
-
-
 def rate_of_any_set(
     cluster: ClusterByKind, there: Mapping[int, tuple[int, ...]], count: int, collective: str
 ) -> float | None:
@@ -320,10 +281,10 @@ def _planned(cluster: ClusterByKind, taken: Taken, collective: str) -> Allocatio
     leaves = len({server // cluster.leaf_size for server in taken}) if cluster.network.leaf else 1
     if len(taken) == 1:
         ((server, own),) = taken.items()
-        inside = plan(server_machine(cluster, server), collective, gpus=own)
+        inside = plan(cluster.server_machine(server), collective, gpus=own)
         why = explain_certificate(inside)
         return AllocationShape(gpus, 1, leaves, each, inside.rate, inside.bound, why, None, None)
-    part = allocated(cluster, taken)
+    part = cluster.with_gpus(taken)
     root = 0 if collective in ("broadcast", "reduce") else None
     made = plan_by_kind(part, collective, root=root)
     peaks = nccl_peaks(part, collective)
@@ -332,12 +293,6 @@ def _planned(cluster: ClusterByKind, taken: Taken, collective: str) -> Allocatio
         peaks[0] if peaks else None,
         made,
     )
-
-
-def server_machine(cluster: ClusterByKind, server: int) -> Topology:
-    """Return one server of a cluster without the network."""
-    devices, links, _ = cluster.kinds[cluster.kind_of(server)].named(f"s{server}")
-    return Topology(f"s{server}", tuple(devices), tuple(links))
 
 
 def _inside_servers(
@@ -355,7 +310,7 @@ def _inside_servers(
         if len(own) < count or (kind, own) in seen:
             continue
         seen.add((kind, own))
-        machine, first = server_machine(cluster, server), cluster.first_rank(server)
+        machine, first = cluster.server_machine(server), cluster.first_rank(server)
         try:
             sets = recommend(machine, count, collective, free=own) if collective != ALL_TO_ALL else ()
         except UsageError:

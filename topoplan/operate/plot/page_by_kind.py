@@ -16,7 +16,7 @@ from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.fabric import channel_words
 from topoplan.model.kind_dataflow import KindClock
 from topoplan.model.times_by_size import row
-from topoplan.operate.compare.allocation_shapes import allocated, recommend_shapes, server_machine
+from topoplan.operate.compare.allocation_shapes import recommend_shapes
 from topoplan.operate.plot.machine import lay_out
 from topoplan.operate.plot.markup import (
     Curve,
@@ -34,7 +34,7 @@ from topoplan.plans.plan import ALL_TO_ALL, check_collective, collective_name
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import bracket_notation
 from topoplan.plans.verify_by_kind import verify_by_kind
-from topoplan.schedules.nccl_tuning import expectations, nccl_peaks, setting_by_kind
+from topoplan.schedules.nccl_tuning import NcclExpectation, expectations, nccl_peaks, setting_by_kind
 from topoplan.solve.packing.kind_composition import plan_by_kind
 from topoplan.units import bus_factor, bus_words, counted, format_size, number_ranges, rate_words
 
@@ -153,7 +153,7 @@ def _machine_section(cluster: ClusterByKind, kinds: Sequence[PageKind]) -> PageS
     for one in kinds[:MOST_DRAWN]:
         parts.append(element("h3", f"s{one.servers[0]}, one of {counted(len(one.servers), 'equal server')}"))
         try:
-            parts.append(draw_machine(lay_out(server_machine(cluster, one.servers[0]))))
+            parts.append(draw_machine(lay_out(cluster.server_machine(one.servers[0]))))
         except UsageError as error:
             parts.append(element("p", f"Not drawn: {error}.", class_="small"))
     notes = warnings_first(cluster.notes)
@@ -190,7 +190,7 @@ def _kinds_section(plan: PlanByKind, kinds: Sequence[PageKind], channels: str) -
             if server not in left_out
         }
         try:
-            rate = plan_by_kind(allocated(cluster, taken), plan.collective, channels=channels).rate
+            rate = plan_by_kind(cluster.with_gpus(taken), plan.collective, channels=channels).rate
             cells = (f"{rate:.6g}", f"{rate / plan.rate:.3g}x")
         except (InfeasibleError, UsageError):
             cells = ("-", "-")
@@ -309,7 +309,7 @@ def _sizes_section(plan: PlanByKind, sizes: Sequence[int]) -> PageSection:
     here = setting_by_kind(plan.cluster) if nccl_peaks(plan.cluster, plan.collective) else None
     if here is not None:
         model = expectations(here, plan.collective)
-        best = [min(model, key=lambda one, size=size: one.seconds(size)) for size in sizes]
+        best = [_fastest(model, size) for size in sizes]
         rates = [size / one.seconds(size) / 1e9 for size, one in zip(sizes, best, strict=True)]
         factor = bus_factor(plan.collective, plan.size)
         heads += ["NCCL: us", "GB/s", "busbw", "which"]
@@ -328,3 +328,7 @@ def _sizes_section(plan: PlanByKind, sizes: Sequence[int]) -> PageSection:
     chart = draw_curves(curves, label=label)
     rows = list(zip(*columns, strict=True))
     return PageSection("sizes", "Times over sizes", joined((element("p", text), chart, table(heads, rows))))
+
+
+def _fastest(model: Sequence[NcclExpectation], nbytes: int) -> NcclExpectation:
+    return min(model, key=lambda one: one.seconds(nbytes))
