@@ -9,6 +9,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import networkx as nx
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,6 +39,8 @@ from topoplan.plans.certificates.certificate import (
 )
 from topoplan.plans.certificates.exchange import BetweenServersBound, EntryBound, InsideServerBound
 from topoplan.plans.certificates.forest_length import cheapest_forest, forest_length
+from topoplan.plans.certificates.forest_length import distances as distances_from
+from topoplan.plans.certificates.kind_lengths import _all_distances
 from topoplan.reading.load import library
 from topoplan.units import parse_gpu_list
 
@@ -412,3 +415,17 @@ def test_unequal_lengths_are_weights(values: list[int]) -> None:
     sentence = explain_certificate(explained)
     assert stated_bound(sentence) == pytest.approx(bound, rel=2e-5)
     assert bool(WEIGHTED.fullmatch(sentence)) == (len({y for y in values if y}) > 1)
+
+
+def test_all_distances_are_those_of_searches_from_each_vertex() -> None:
+    """Random links, lengths of 0 and vertices that nothing reaches among them; long ones are added as Python does."""
+    rng = np.random.default_rng(0)
+    for case in range(60):
+        size = int(rng.integers(1, 20))
+        arcs: dict[int, dict[int, int]] = {}
+        for src, dst in rng.integers(0, size, (int(rng.integers(0, 60)), 2)).tolist():
+            if src != dst:
+                arcs.setdefault(src, {})[dst] = int(rng.choice([0, 1, 7])) * 10 ** (case % 21)
+        where = sorted(rng.choice(size, int(rng.integers(1, size + 1)), replace=False).tolist())
+        expected = [list(distances_from(arcs, start, where)) for start in where]
+        assert _all_distances(arcs, where).tolist() == expected

@@ -107,26 +107,30 @@ def _tree_at_least(
 
 
 _FAR = 1 << 60
-"""Distances below it are added in 64 bits."""
-
-_EXACT_FLOAT = 1 << 53
-"""Whole numbers below it are exact in float64."""
+"""Distances below it are added in 64 bits; what is at least as far is not reached."""
 
 
 def _all_distances(arcs: ArcLengths, where: Sequence[int]) -> NDArray[Any]:
-    """Return the distances between some vertices, of shape (V, V), in whole numbers; -1 if unreachable."""
-    size = max((*where, *arcs, *(dst for row in arcs.values() for dst in row)), default=0) + 1
-    every = [(src, dst, y) for src, row in arcs.items() for dst, y in row.items()]
-    if not every or size * max(y for _, _, y in every) >= _EXACT_FLOAT:
-        return np.array([distances(arcs, start, where) for start in where], dtype=object)
-    from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import dijkstra
+    """Return the distances between some vertices, of shape (V, V), in whole numbers; -1 if unreachable.
 
-    tails, heads, lengths = (np.array(column) for column in zip(*every, strict=True))
-    # Links of length 0 are explicit zeros, which are links to scipy.
-    graph = csr_array((lengths.astype(np.float64), (tails, heads)), shape=(size, size))
-    reach = dijkstra(graph, indices=where)[:, where]
-    return np.where(np.isinf(reach), -1, reach).astype(np.int64)
+    Routes pass few vertices, so all links are relaxed at once until nothing changes (Bellman and Ford).
+    """
+    size = max((*where, *arcs, *(dst for row in arcs.values() for dst in row)), default=0) + 1
+    every = sorted((dst, src, y) for src, row in arcs.items() for dst, y in row.items())
+    if not every or size * max(y for _, _, y in every) >= _FAR:
+        return np.array([distances(arcs, start, where) for start in where], dtype=object)
+    heads, tails, lengths = np.array(every, dtype=np.int64).T
+    ends, first = np.unique(heads, return_index=True)
+    reach = np.full((size, len(where)), 2 * _FAR, dtype=np.int64)
+    reach[list(where), range(len(where))] = 0
+    while True:
+        shorter = np.minimum.reduceat(reach[tails] + lengths[:, None], first, axis=0)
+        known = reach[ends]
+        if (known <= shorter).all():
+            break
+        reach[ends] = np.minimum(known, shorter)
+    found = reach[list(where)].T
+    return np.where(found >= _FAR, -1, found)
 
 
 def _less_entered(
