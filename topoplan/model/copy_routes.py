@@ -11,7 +11,7 @@ directions of a link together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 
@@ -73,7 +73,7 @@ class CopyRoutes:
         self._switches = {device.name for device in topology.devices if device.kind == "switch"}
         self._cpus = tuple(device.name for device in topology.devices if device.kind == "cpu")
         self._ways = cache(lambda channel: _ChannelRoutes(Fabric(topology, CHANNELS[channel])))
-        self._steps = cache(self._searched)
+        self._search = cache(lambda channel, src: _Search(self._ways(channel), self._gpus, src))
         self._path = cache(self._walked)
 
     def between(self, src: str, dst: str, *, through_host: bool = False) -> CopyRoute | None:
@@ -115,37 +115,68 @@ class CopyRoutes:
 
     def _stages(self, channel: str, src: str, dst: str) -> tuple[tuple[PathStep, ...], ...]:
         """Return the links of all shortest paths by their distance from the source, or ()."""
-        steps, ways = self._steps(channel, src), self._ways(channel)
-        ends = [state for state in ways.states.get(dst, ()) if state in steps]
-        if not ends or src == dst:
+        search, ways = self._search(channel, src), self._ways(channel)
+        ends = ways.states.get(dst, ())
+        least = search.distance(ends) if src != dst else None
+        if least is None:
             return ()
-        least = min(steps[state] for state in ends)
-        wanted = {state for state in ends if steps[state] == least}
+        wanted = {state for state in ends if search.steps.get(state) == least}
         stages: list[tuple[PathStep, ...]] = []
         for distance in range(least - 1, -1, -1):
             found = sorted(
                 (ways.places[number], before, state)
-                for state in wanted
-                for number, before in ways.entering[state]
-                if steps.get(before) == distance and (not distance or ways.devices[before] not in self._gpus)
+                for number, before, state in search.links_into(wanted, distance)
+                if not distance or ways.devices[before] not in self._gpus
             )
             wanted = {before for _, before, _ in found}
             stages.append(tuple((ways.links[number], before, state) for (_, number), before, state in found))
         return tuple(reversed(stages))
 
-    def _searched(self, channel: str, src: str) -> Mapping[int, int]:
-        """Return the number of links to every state that is reachable without passing a GPU."""
-        ways = self._ways(channel)
-        frontier = list(ways.states.get(src, ()))[:1]
-        steps = dict.fromkeys(frontier, 0)
-        for state in frontier:
-            if steps[state] and ways.devices[state] in self._gpus:
+
+class _Search:
+    """The states that a copy from one GPU reaches without passing another, layer by layer as far as they are asked for.
+
+    ``steps`` are the numbers of links to the states known so far, in ``layers`` by that number.
+    """
+
+    def __init__(self, ways: _ChannelRoutes, gpus: Set[str], src: str) -> None:
+        self._ways, self._gpus = ways, gpus
+        self.layers = [list(ways.states.get(src, ()))[:1]]
+        self.steps = dict.fromkeys(self.layers[0], 0)
+
+    def distance(self, ends: Sequence[int]) -> int | None:
+        """Return the links to the nearest of some states; None if none is reached."""
+        while True:
+            known = [self.steps[state] for state in ends if state in self.steps]
+            if known or not self.layers[-1]:
+                return min(known, default=None)
+            self._extend()
+
+    def _extend(self) -> None:
+        distance, following = len(self.layers), list[int]()
+        for state in self.layers[-1]:
+            if distance > 1 and self._ways.devices[state] in self._gpus:
                 continue
-            for _, after in ways.leaving[state]:
-                if after not in steps:
-                    steps[after] = steps[state] + 1
-                    frontier.append(after)
-        return steps
+            for _, after in self._ways.leaving[state]:
+                if after not in self.steps:
+                    self.steps[after] = distance
+                    following.append(after)
+        self.layers.append(following)
+
+    def links_into(self, wanted: Set[int], distance: int) -> Iterator[tuple[int, int, int]]:
+        """Yield number and states of the links from the states at a distance into some others."""
+        ways, layer = self._ways, self.layers[distance]
+        # A switch of the network has a link from every NIC, and few of them are near.
+        if len(layer) < sum(len(ways.entering[state]) for state in wanted):
+            for before in layer:
+                yield from (
+                    (number, before, after) for number, after in ways.leaving[before] if after in wanted
+                )
+            return
+        for state in wanted:
+            for number, before in ways.entering[state]:
+                if self.steps.get(before) == distance:
+                    yield number, before, state
 
 
 class _ChannelRoutes:

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
+import networkx
 import numpy
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from tests.bench.pairs import Counts as TrialCounts
 from tests.bench.pairs import fat_tree, fills, trial
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
+from topoplan.model.copy_routes import CopyRoutes
 from topoplan.operate.calibration.calibrated_topology import LinkKey
 from topoplan.operate.calibration.pair_results import match_results, parse_results
 from topoplan.operate.calibration.pair_rounds import Rounds, plan_rounds
@@ -265,3 +267,26 @@ def test_a_wrong_file_is_one_line(text: str, told: str) -> None:
     with pytest.raises(UsageError, match=told.replace("?", r"\?")) as caught:
         match_results(parse_results(text), possible, [possible.tests[0]])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("network", [{}, {"network": "fat-tree", "leaf_size": 2}])
+def test_routes_between_servers_are_shortest_whichever_was_asked_for_first(network: dict[str, Any]) -> None:
+    """A search continues where it stopped: near and far ends, in both orders, have the routes of fresh searches."""
+    many = topoplan.cluster([topoplan.Server("dgx-a100", count=4)], nic_gbps=200, **network)
+    ends = [f"s{server}.gpu{gpu}" for server in range(4) for gpu in (0, 5)]
+    pairs = [(a, b) for a in ends for b in ends if a != b]
+    near, far = CopyRoutes(many), CopyRoutes(many)
+    first = {pair: near.between_servers(*pair) for pair in pairs}
+    last = {pair: far.between_servers(*pair) for pair in reversed(pairs)}
+    graph = networkx.DiGraph()
+    for link in many.links:
+        if link.channel != "nvlink":
+            graph.add_edge(link.src, link.dst)
+    for pair in pairs:
+        alone = CopyRoutes(many).between_servers(*pair)
+        assert alone is not None
+        assert first[pair] == last[pair] == alone
+        if alone.channel == "network":
+            others = set(many.gpus) - set(pair)
+            direct = graph.subgraph(set(graph) - others)
+            assert len(alone.links) == networkx.shortest_path_length(direct, *pair)

@@ -304,7 +304,10 @@ def fewest_rounds(
     """
     crossing: dict[LinkKey, set[int]] = {}
     own: dict[tuple[str, bool], set[frozenset[LinkKey]]] = {}
+    of_end: dict[str, list[tuple[int, str]]] = {}
     for number, test in enumerate(possible.tests):
+        of_end.setdefault(test.src, []).append((number, test.dst))
+        of_end.setdefault(test.dst, []).append((number, test.src))
         for key in test.links:
             crossing.setdefault(key, set()).add(number)
         for end, links in ((test.src, test.out), (test.dst, test.back)):
@@ -334,7 +337,7 @@ def fewest_rounds(
         )
     )
     for key in crossing:
-        found += _behind(possible, key, crossing, own, capacity, wanted)
+        found += _behind(possible, key, crossing, own, of_end, capacity, wanted)
     return max(found, key=lambda pair: pair[0])
 
 
@@ -355,9 +358,11 @@ def _behind(
     key: LinkKey,
     crossing: dict[LinkKey, set[int]],
     own: dict[tuple[str, bool], set[frozenset[LinkKey]]],
+    of_end: dict[str, list[tuple[int, str]]],
     capacity: _LinkCapacity,
     wanted: dict[LinkKey, int],
 ) -> list[tuple[int, str]]:
+    """Return bounds on the rounds by the ends behind a link; ``of_end`` are the tests of each end, with its partner."""
     found = []
     tests = [possible.tests[number] for number in crossing[key]]
     at_once = capacity.tests_per_round(key, _least(possible, crossing[key], key))
@@ -386,11 +391,8 @@ def _behind(
             f"{_named(key)} must be crossed {counted(wanted[key], 'time')}, and in such a round one of the {len(side)} "
             "GPUs behind it has no partner"
         )
-        if all(
-            number in crossing[key]
-            for number, test in enumerate(possible.tests)
-            if (test.src in side) != (test.dst in side)
-        ):
+        outwards = (number for end in side for number, other in of_end[end] if other not in side)
+        if all(number in crossing[key] for number in outwards):
             found.append((ceil(needed / len(side)), what))
     return found
 
