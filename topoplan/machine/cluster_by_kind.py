@@ -300,8 +300,8 @@ class ClusterByKind:
     def with_gpus(self, taken: Mapping[int, tuple[int, ...]]) -> ClusterByKind:
         """Return the cluster with some GPUs alone, by server; switches and uplinks stay, and so do a server's NICs.
 
-        GPUs are numbered in their server, ascending. Servers that give the same GPUs of one kind are one kind; those
-        that give none have no GPU and no link.
+        GPUs are numbered in their server, ascending. Servers that give the same GPUs of one kind are one kind;
+        servers that give none have no GPU and no link.
         """
         number = {(kind, tuple(range(gpus))): kind for kind, gpus in enumerate(self.gpus_of_kind)}
         kinds, runs, server = [*self.kinds], list[tuple[int, int]](), 0

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import cached_property
 from itertools import permutations
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +79,7 @@ class HopLoads:
         self.server_of = tuple(int(server) for server in found.servers.of_rank)
         self._paths: dict[int, NcclPaths] = {}
         self._inside: dict[tuple[int, int], Loads | None] = {}
+        self._of_first: dict[tuple[int, str, str], Loads | None] = {}
 
     @cached_property
     def symmetric_inside(self) -> bool:
@@ -104,14 +106,27 @@ class HopLoads:
         if first != second:
             return self.ways.between(first, second)
         if (tail, head) not in self._inside:
-            ranks = self.fabric.ranks
-            try:
-                found = self._paths_of(first).hop(ranks[tail], ranks[head]).part
-            except InfeasibleError:
-                self._inside[tail, head] = None
-            else:
-                self._inside[tail, head] = {self.ways.number[link]: part for link, part in found.items()}
+            self._inside[tail, head] = self._hop_inside(first, tail, head)
         return self._inside[tail, head]
+
+    def _hop_inside(self, server: int, tail: int, head: int) -> Loads | None:
+        """Return the loads of a hop inside a server: those of the first equal server, under this one's numbers."""
+        src, dst = self.fabric.ranks[tail], self.fabric.ranks[head]
+        first = self._first_equal[server]
+        if first != server:
+            own = len(self.names[server])
+            src, dst = (f"{self.names[first]}{name[own:]}" for name in (src, dst))
+        if (first, src, dst) not in self._of_first:
+            try:
+                found = self._paths_of(first).hop(src, dst).part
+            except InfeasibleError:
+                self._of_first[first, src, dst] = None
+            else:
+                place = {link: place for place, (_, link) in enumerate(self._parts[first].links)}
+                self._of_first[first, src, dst] = {place[link]: part for link, part in found.items()}
+        loads = self._of_first[first, src, dst]
+        numbers = self._parts[server].links
+        return None if loads is None else {numbers[place][0]: part for place, part in loads.items()}
 
     def ring_loads(self, *orders: Sequence[int]) -> Loads | None:
         """Return the loads of rings over ranks in some orders, together; None if a hop is missing."""
@@ -179,22 +194,64 @@ class HopLoads:
     def _paths_of(self, server: int) -> NcclPaths:
         if server not in self._paths:
             if len(self.servers) == 1:
-                part = self.topology
+                machine = self.topology
             else:
-                devices, links = self._parts[self.names[server]]
-                part = Topology(self.names[server], tuple(devices), tuple(links))
-            self._paths[server] = NcclPaths(part)
+                part = self._parts[server]
+                machine = Topology(
+                    self.names[server], tuple(part.devices), tuple(link for _, link in part.links)
+                )
+            self._paths[server] = NcclPaths(machine)
         return self._paths[server]
 
     @cached_property
-    def _parts(self) -> dict[str, tuple[list[Device], list[Link]]]:
-        parts: dict[str, tuple[list[Device], list[Link]]] = {}
+    def _parts(self) -> list[_ServerPart]:
+        """The devices and links of each server."""
+        if len(self.servers) == 1:
+            return [_ServerPart(list(self.topology.devices), list(enumerate(self.links)))]
+        parts: dict[str, _ServerPart] = {name: _ServerPart([], []) for name in self.names}
         for device in self.topology.devices:
-            parts.setdefault(device.server, ([], []))[0].append(device)
-        for link in self.links:
-            if self.ways.home[link.src] == self.ways.home[link.dst]:
-                parts[self.ways.home[link.src]][1].append(link)
-        return parts
+            if device.server in parts:
+                parts[device.server].devices.append(device)
+        for number, link in enumerate(self.links):
+            home = self.ways.home[link.src]
+            if home in parts and home == self.ways.home[link.dst]:
+                parts[home].links.append((number, link))
+        return [parts[name] for name in self.names]
+
+    @cached_property
+    def _first_equal(self) -> list[int]:
+        """For each server the first one that equals it in all but its name, which begins the names of its devices."""
+        first: dict[object, int] = {}
+        return [
+            first.setdefault(part.without_name(name), server)
+            for server, (name, part) in enumerate(zip(self.names, self._parts, strict=True))
+        ]
+
+
+_OF_DEVICE, _OF_LINK = (
+    attrgetter(*(one.name for one in fields(of) if one.name not in ("name", "server", "src", "dst")))
+    for of in (Device, Link)
+)
+"""All that equal devices, or links, of two servers have in common."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ServerPart:
+    """The devices of a server, and its links with their numbers."""
+
+    devices: list[Device]
+    links: list[tuple[int, Link]]
+
+    def without_name(self, server: str) -> object:
+        """Return a key that equal servers share; a server whose devices have other names than its own shares none."""
+        start = f"{server}."
+        if not server or not all(device.name.startswith(start) for device in self.devices):
+            return server, None
+        cut = len(start)
+        return (
+            tuple((device.name[cut:], _OF_DEVICE(device)) for device in self.devices),
+            tuple((link.src[cut:], link.dst[cut:], _OF_LINK(link)) for _, link in self.links),
+        )
 
 
 def tree_edges(count: int) -> list[tuple[int, int]]:

@@ -227,7 +227,7 @@ def best_order(
         found, proof = tuple(now[place] for place in listed), ENUMERATED
     else:
         found, proof = _composed(hops, now, levels, limit), ""
-    after = hops.rates(found)
+    after = before if found == now else hops.rates(found)
     if after.merit <= before.merit:
         found, after = now, before
     if not after.ring:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from functools import cached_property
 from itertools import permutations
+from math import lcm
 
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Link, Topology
@@ -253,11 +254,15 @@ class NcclServerRoutes:
 
 
 def summed(parts: Iterable[tuple[Loads, Fraction]]) -> dict[int, Fraction]:
-    """Add up loads, each times its factor."""
-    total: dict[int, Fraction] = {}
-    for loads, times in parts:
+    """Add up loads, each times its factor, as whole numbers of one unit."""
+    every = list(parts)
+    unit = lcm(*{part.denominator for loads, _ in every for part in loads.values()})
+    unit_of_times = lcm(*{times.denominator for _, times in every})
+    total: dict[int, int] = {}
+    for loads, times in every:
+        factor = times.numerator * (unit_of_times // times.denominator) * unit
         for number, part in loads.items():
-            more = part if times == 1 else part * times
-            known = total.get(number)
-            total[number] = more if known is None else known + more
-    return total
+            total[number] = total.get(number, 0) + part.numerator * factor // part.denominator
+    whole = unit * unit_of_times
+    known = {value: Fraction(value, whole) for value in {*total.values()}}
+    return {number: known[value] for number, value in total.items()}

@@ -1,4 +1,4 @@
-"""Plan the groups of a mesh on a large cluster by kinds of groups: those that a symmetry maps to one another.
+"""Plan the groups of a mesh on a large cluster by kinds of groups, which symmetries map to one another.
 
 A group takes some GPUs of each of its servers. Two groups are of one kind if their axes are, and if they take the same
 GPUs of equivalent servers, as many in each of their leaves, and leaves in each of their pods: then a permutation of the
@@ -11,8 +11,8 @@ have the same loads; likewise leaves and pods. So the loads are added up for eac
     rate  =  min over links of  c(e) / sum over groups of w load(e)
 
 The bound is by lengths that are equal on every class of links of the cluster, as in `topoplan.plans.mesh_plans`. The
-lengths that are tried are 1 on links that the groups fill or on all links of a kind, and those that prove the bound of
-a group alone. Plans of groups do not yield to one another, so the gap may be above 0 where a plan of all groups at once
+lengths that are tried are 1 on links that the groups fill or on all links of a kind, and the lengths that bound a group
+alone. Plans of groups do not yield to one another, so the gap may be above 0 where a plan of all groups at once
 (`topoplan.solve.mesh_planner`) reaches the bound.
 """
 
@@ -50,7 +50,7 @@ LinkKey = tuple[object, ...]
 """The class of a link in the whole cluster: what it belongs to, its class there, and the ends' names in it."""
 
 Role = tuple[object, ...]
-"""What a server, a leaf or a pod is in a group: the GPUs taken of it, and of the leaf and pod around it."""
+"""The GPUs taken of a server, a leaf or a pod in a group, and of the leaf and pod around it."""
 
 Unit = tuple[str, int]
 """A server, a leaf or a pod by its number, or the network itself."""

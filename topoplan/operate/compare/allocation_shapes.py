@@ -170,8 +170,8 @@ def rate_of_any_set(
 ) -> float | None:
     """Return GB/s that no set of so many GPUs on two servers or more exceeds; None for an all-to-all.
 
-    Of n servers, each tree of an all_gather enters n - 1. What enters is at most the rates of the NICs of n servers,
-    and of the links from NICs into ``count`` GPUs. The bound falls with n, so the fewest servers that have enough GPUs,
+    Each tree of an all_gather enters n - 1 of n servers, over no more than the rates of the NICs of n servers, and of
+    the links from NICs into ``count`` GPUs. The bound falls with n, so the fewest servers that have enough GPUs,
     with the fastest NICs, give it. An all_reduce crosses twice, up and down; a reduce_scatter leaves n - 1. A broadcast
     enters every server but the root's, and a reduce leaves it: the slowest of the n - 1 fastest.
     """
@@ -249,7 +249,7 @@ def _ranked(
 ) -> tuple[tuple[AllocationShape, ...], float | None]:
     """Return all shapes, the fastest first, and the rate that no set exceeds, None if it is not known.
 
-    Of shapes with equal words and leaves the fastest stands.
+    One shape of equal words and leaves stands, the fastest.
     """
     found, inside = _inside_servers(cluster, there, count, collective)
     failed: list[str] = []

@@ -52,7 +52,7 @@ LONGEST_TREE = 400
 
 @dataclass(frozen=True, slots=True)
 class PageKind:
-    """Servers that are equal: their number as a kind of the cluster, and those that have GPUs, ascending."""
+    """Servers that are equal: the number of their kind in the cluster, and the servers, ascending."""
 
     kind: int
     servers: tuple[int, ...]
@@ -292,7 +292,7 @@ def _template_rows(plan: PlanByKind) -> Iterator[tuple[str, ...]]:
 
 
 def _sizes_section(plan: PlanByKind, sizes: Sequence[int]) -> PageSection:
-    """Return the model times of the plan, beside those that NCCL's tuning model expects."""
+    """Return the model times of the plan beside the times of NCCL's tuning model."""
     try:
         clock = KindClock(plan)
         own = [row(plan.collective, plan.size, size, clock.time(size).seconds) for size in sizes]
