@@ -13,6 +13,7 @@ from pathlib import Path
 
 from topoplan.cli.arguments import refuse_beside
 from topoplan.cli.compare import beside_rival
+from topoplan.cli.machine_options import FAULT_OPTIONS
 from topoplan.cli.output import (
     DEFAULT_LINES,
     Answer,
@@ -28,8 +29,10 @@ from topoplan.cli.sources import (
     MACHINE_OPTIONS,
     MOST_LISTED_INSTEAD,
     is_plan,
+    is_torus_name,
     large_cluster,
     read_by_kind,
+    read_large,
     read_plan_text,
 )
 from topoplan.errors import InfeasibleError, UsageError
@@ -38,6 +41,7 @@ from topoplan.machine.topology import Topology
 from topoplan.model.expected_times import NcclTime
 from topoplan.model.kind_dataflow import KindClock
 from topoplan.model.times_by_size import row
+from topoplan.plans.certificates.kind_lengths import IN_TORUS
 from topoplan.plans.plan import ALL_TO_ALL, check_collective
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.verify_by_kind import verify_by_kind
@@ -71,14 +75,21 @@ def requested_plan(
         return _given_plan(options, text) if plans else None
     if needed:
         return None
-    cluster = large_cluster(options, ())
+    collective = check_collective(options.collective or "allreduce")
+    if is_torus_name(options):
+        # A torus of hosts is listed for times, faults, and what is not planned by kind there.
+        listed = plans or collective not in IN_TORUS
+        listed = listed or any(getattr(options, name) is not None for name in FAULT_OPTIONS)
+        cluster = None if listed else read_large(options, None)
+    else:
+        cluster = large_cluster(options, ())
     if cluster is None:
         return None
     try:
         with progress_line("planning") as progress:
             return plan_by_kind(
                 cluster,
-                check_collective(options.collective or "allreduce"),
+                collective,
                 root=root_rank(options),
                 channels=options.channels or "auto",
                 progress=progress,
@@ -123,7 +134,7 @@ def _not_compared(plan: PlanByKind) -> str:
     if plan.collective == ALL_TO_ALL:
         return "not compared: its model has no all_to_all"
     if plan.cluster.network.kind == "torus":
-        return "not compared: its model needs a network of switches between servers"
+        return "not compared: its model needs switches between servers, or a torus of hosts with equal ports"
     return "not compared: its model needs equal servers with NVIDIA GPUs, and a network as fast as their NICs"
 
 
@@ -135,8 +146,27 @@ class Rival:
     rate: float
 
 
+def _equal_ports(plan: PlanByKind) -> float:
+    """Return the GB/s of all ports of a host in a torus of hosts, if equal ports lead ahead and back; else 0.
+
+    Rings then fill them: the links of a torus are a union of Hamiltonian cycles (`topoplan.schedules.torus_rings`).
+    """
+    fabric, torus = plan.fabric, plan.cluster.network.torus
+    cables = [
+        (link.count, capacity)
+        for link, capacity, (src, _) in zip(fabric.links, fabric.capacity, fabric.ends, strict=True)
+        if src == 0
+    ]
+    of_hosts = plan.size == plan.cluster.servers and fabric.direct
+    equal = len(cables) == 2 * len(torus.sides) and len(set(cables)) == 1
+    return float(sum(capacity for _, capacity in cables)) if of_hosts and equal else 0.0
+
+
 def rivals(plan: PlanByKind, here: NcclSetting | None) -> list[Rival]:
     """Return NCCL's schedules of the plan's collective, the fastest first."""
+    if plan.cluster.network.kind == "torus" and plan.collective != ALL_TO_ALL:
+        ports = _equal_ports(plan)
+        return [Rival("network ring", ports / bus_factor(plan.collective, plan.size))] if ports else []
     if here is None or plan.collective == ALL_TO_ALL:
         return []
     found = [Rival("network ring", here.rings / bus_factor(plan.collective, plan.size))]
