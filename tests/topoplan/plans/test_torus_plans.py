@@ -291,7 +291,7 @@ def test_a_wrong_exchange_is_refused() -> None:
     turned = tuple(Arm(arm.dimension, arm.back, arm.ahead) for arm in template.arms)
     swapped = replace(template, arms=turned)
     with pytest.raises(PlanError, match="claims a rate"):
-        verify_by_kind(replace(plan, templates=(*[swapped] * 1, *plan.templates[1:])))
+        verify_by_kind(replace(plan, templates=(swapped, *plan.templates[1:])))
     tree = TorusTemplate(template.share, template.arms, template.stages)
     with pytest.raises(PlanError, match="template 0 must be a path"):
         verify_by_kind(replace(plan, templates=(tree, *plan.templates[1:])))
