@@ -20,8 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.tables.lowering import check_lengths, chunk_rows
+from collectives.tables.torus_rank_part import TorusTemplatePart
 from topoplan.errors import PlanError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind
+from topoplan.plans.kind_exchange import KindPath
 from topoplan.plans.kind_images import local_numbers
 from topoplan.plans.kind_templates import (
     KindTemplate,
@@ -34,6 +36,8 @@ from topoplan.plans.kind_templates import (
 )
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import Edge, Stage, aligned_end
+from topoplan.plans.torus_exchange import TorusPaths
+from topoplan.plans.torus_templates import TorusTemplate
 
 Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -118,11 +122,15 @@ def rank_part(plan: PlanByKind, rank: int) -> RankPart:
             f"a rank of {plan.num_trees:,} trees has as many rows or more; at most {MOST_TREES:,} trees fit; choose "
             "fewer servers or larger leaves"
         )
-    templates = [one for one in plan.templates if isinstance(one, KindTemplate)]
-    if len(templates) < len(plan.templates):
-        raise UsageError("an all_to_all, or a plan of a torus, by kind cannot be lowered for a rank; list it")
     places = _first_ranks(plan.cluster)
-    finders = [_TemplatePart(plan, template, places, rank) for template in templates]
+    finders: list[_TemplatePart | TorusTemplatePart] = []
+    for template in plan.templates:
+        if isinstance(template, (KindPath, TorusPaths)):
+            raise UsageError("an all_to_all by kind cannot be lowered for a rank; list it")
+        if isinstance(template, TorusTemplate):
+            finders.append(TorusTemplatePart(plan, template, rank))
+        else:
+            finders.append(_TemplatePart(plan, template, places, rank))
     position, steps, unit = _shard_order(plan, finders)
     columns = [
         np.concatenate(parts)
@@ -182,16 +190,18 @@ def _first_ranks(cluster: ClusterByKind) -> list[Numbers]:
     return found
 
 
-def _shard_order(plan: PlanByKind, finders: Sequence[_TemplatePart]) -> tuple[list[Numbers], Numbers, int]:
+def _shard_order(
+    plan: PlanByKind, finders: Sequence[_TemplatePart | TorusTemplatePart]
+) -> tuple[list[Numbers], Numbers, int]:
     """Return the shards of the images of each template, where each shard ends, and the end of the last one.
 
     The order is that of `PlanByKind.listed`.
     """
     shares = [finder.template.share / finder.count for finder in finders]
     unit = lcm(*(share.denominator for share in shares))
-    by_rotation = all(finder.template.shifts == 1 for finder in finders) and bool(
-        plan.cluster.rotations() is not None
-    )
+    templates = [finder.template for finder in finders]
+    symmetric = all(isinstance(one, TorusTemplate) or one.shifts == 1 for one in templates)
+    by_rotation = symmetric and plan.cluster.rotations() is not None
     classes = {share: number for number, share in enumerate(sorted(set(shares), reverse=True))}
     counts = [finder.count for finder in finders]
     roots = np.concatenate([finder.owners(plan.collective) for finder in finders])

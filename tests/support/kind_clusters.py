@@ -104,11 +104,20 @@ def random_torus(seed: int, *, most: int) -> ClusterByKind | None:
 
 def plan_of_torus(seed: int, *, most: int) -> PlanByKind | None:
     """Return a plan of a collective on a torus; None if it cannot be planned by kind."""
+    return _plan_of_torus(seed, COLLECTIVES[seed % 3], most=most)
+
+
+def exchange_of_torus(seed: int, *, most: int) -> PlanByKind | None:
+    """Return the plan of an all_to_all on a torus; None if it cannot be planned by kind."""
+    return _plan_of_torus(seed, "alltoall", most=most)
+
+
+def _plan_of_torus(seed: int, collective: str, *, most: int) -> PlanByKind | None:
     cluster = random_torus(seed, most=most)
     if cluster is None:
         return None
     try:
-        return topoplan.plan_by_kind(cluster, COLLECTIVES[seed % 3])
+        return topoplan.plan_by_kind(cluster, collective)
     except InfeasibleError:
         return None
 

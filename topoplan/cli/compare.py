@@ -34,6 +34,7 @@ from topoplan.cli.output import (
 )
 from topoplan.cli.sources import (
     MOST_LISTED_INSTEAD,
+    is_torus_name,
     may_be_large,
     printable_machine,
     read_machine,
@@ -139,7 +140,7 @@ def run(options: argparse.Namespace) -> Answer:
         remedy = "topoplan plan --survive 1 takes each failure of a large cluster by its kinds of servers"
         refuse_listing(options, MOST_LISTED_INSTEAD, "plans without each server", remedy)
         return _without_each_server(options, collective)
-    if may_be_large(options) and not options.all_allocations:
+    if (may_be_large(options) or is_torus_name(options)) and not options.all_allocations:
         from topoplan.cli import large_cluster
 
         large = large_cluster.requested_plan(options, ("plot",))

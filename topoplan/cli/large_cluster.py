@@ -12,6 +12,7 @@ from pathlib import Path
 
 from topoplan.cli.arguments import refuse_beside
 from topoplan.cli.compare import beside_rival
+from topoplan.cli.machine_options import FAULT_OPTIONS
 from topoplan.cli.output import (
     DEFAULT_LINES,
     Answer,
@@ -31,8 +32,10 @@ from topoplan.cli.sources import (
     MACHINE_OPTIONS,
     MOST_LISTED_INSTEAD,
     is_plan,
+    is_torus_name,
     large_cluster,
     read_by_kind,
+    read_large,
     read_plan_text,
     read_topology,
 )
@@ -43,6 +46,7 @@ from topoplan.model.expected_times import NcclTime
 from topoplan.model.kind_dataflow import KindClock
 from topoplan.model.times_by_size import row
 from topoplan.operate.compare.allocation_shapes import AllocationShape, RankedShapes, recommend_shapes
+from topoplan.plans.certificates.kind_lengths import IN_TORUS
 from topoplan.plans.plan import ALL_TO_ALL, check_collective, collective_name
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.verify_by_kind import verify_by_kind
@@ -82,14 +86,21 @@ def requested_plan(
         return _given_plan(options, text) if plans else None
     if needed:
         return None
-    cluster = large_cluster(options, ())
+    collective = check_collective(options.collective or "allreduce")
+    if is_torus_name(options):
+        # A torus of hosts is listed for times, faults, and what is not planned by kind there.
+        listed = plans or collective not in IN_TORUS
+        listed = listed or any(getattr(options, name) is not None for name in FAULT_OPTIONS)
+        cluster = None if listed else read_large(options, None)
+    else:
+        cluster = large_cluster(options, ())
     if cluster is None:
         return None
     try:
         with progress_line("planning") as progress:
             return plan_by_kind(
                 cluster,
-                check_collective(options.collective or "allreduce"),
+                collective,
                 root=root_rank(options),
                 channels=options.channels or "auto",
                 progress=progress,
@@ -134,13 +145,13 @@ def _not_compared(plan: PlanByKind) -> str:
     if plan.collective == ALL_TO_ALL:
         return "not compared: its model has no all_to_all"
     if plan.cluster.network.kind == "torus":
-        return "not compared: its model needs a network of switches between servers"
+        return "not compared: its model needs switches between servers, or a torus of hosts with equal ports"
     return "not compared: its model needs equal servers with NVIDIA GPUs, and a network as fast as their NICs"
 
 
 def run_comparison(options: argparse.Namespace, plan: PlanByKind) -> Answer:
     """Compare the trees of a large cluster with NCCL's schedules."""
-    others = nccl_peaks(plan.cluster, plan.collective)
+    others = nccl_peaks(plan)
     factor = bus_factor(plan.collective, plan.size)
 
     def beside() -> str:

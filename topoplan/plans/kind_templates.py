@@ -51,6 +51,7 @@ from topoplan.machine.cluster_by_kind import Cell, ClusterByKind, ClusterSample
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.loads import edge_links
 from topoplan.plans.shards import Edge, Stage
+from topoplan.plans.torus_exchange import TorusPaths, blocks_on_edges
 from topoplan.plans.torus_templates import TorusTemplate, represented_in_torus
 
 SAMPLE = 3
@@ -329,8 +330,14 @@ class ClassCrossings:
 
         PlanError if the template reaches a server that stands for none.
         """
-        stands = represented(self.sample, template)
         crossings: dict[int, int] = {}
+        if isinstance(template, TorusPaths):
+            blocks = blocks_on_edges(self.sample, self._home, template)
+            for edge, times in zip(template.stages[0].edges, blocks, strict=True):
+                for row in self.rows("broadcast", edge):
+                    crossings[row] = crossings.get(row, 0) + times
+            return crossings
+        stands = represented(self.sample, template)
         for stage in template.stages:
             for edge in stage.edges:
                 server = self._home[edge.child]

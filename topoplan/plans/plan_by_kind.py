@@ -1,6 +1,7 @@
 """The plan of a cluster by kind: templates on a sample of the servers, and the rule of their images.
 
-Templates are trees (`topoplan.plans.kind_templates`), or paths of an all-to-all (`topoplan.plans.kind_exchange`).
+Templates are trees (`topoplan.plans.kind_templates`), or paths of an all-to-all (`topoplan.plans.kind_exchange`; in a
+torus `topoplan.plans.torus_exchange`).
 
 The file, format ``topoplan.plan/2`` with ``cluster`` in place of ``topology``, grows with the kinds of servers, not
 with their number. `PlanByKind.listed` returns the same plan with all devices and trees, where they fit into memory.
@@ -41,6 +42,7 @@ from topoplan.plans.kind_images import TemplateImages
 from topoplan.plans.kind_templates import ClassCrossings, KindTemplate, share_units, template_sample
 from topoplan.plans.plan import ALL_TO_ALL, PLAN_FORMAT_2, Plan, collective_name
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage, path_ends
+from topoplan.plans.torus_exchange import TorusPathImages, TorusPaths
 from topoplan.plans.torus_templates import TorusImages, TorusTemplate, arms_from_object, arms_object
 from topoplan.units import bus_factor, counted, labelled, nearest_float, rate_words
 
@@ -246,7 +248,7 @@ class PlanByKind:
             isinstance(one, TorusTemplate) or (isinstance(one, KindTemplate) and one.shifts == 1)
             for one in self.templates
         )
-        rotations = self.cluster.rotations() if symmetric else None
+        rotations = self.cluster.rotations() if symmetric and not of_paths else None
         listed = [one.count if rotations is None else 1 for one in images]
         edges = sum(count * one.edges for count, one in zip(listed, images, strict=True))
         if edges > MOST_LISTED_EDGES or self.size > MOST_LISTED_GPUS:
@@ -399,7 +401,7 @@ class PlanByKind:
         if not templates:
             raise PlanError("templates is an empty list; a plan has at least one")
         numbered = [(item, f"template {number}") for number, item in enumerate(templates)]
-        if made.collective == ALL_TO_ALL:
+        if made.collective == ALL_TO_ALL and cluster.network.kind != "torus":
             return replace(made, templates=tuple(made._read_path(*one) for one in numbered))
         return replace(made, templates=tuple(made._read_template(*one) for one in numbered))
 
@@ -463,7 +465,8 @@ class PlanByKind:
             raise PlanError(f"{where} has no stage")
         if network.kind == "torus":
             arms = arms_from_object(value.get("arms"), network.torus, where)
-            return TorusTemplate(read_fraction(value.get("share"), f"{where}: share"), arms, tuple(stages))
+            of = TorusPaths if self.collective == ALL_TO_ALL else TorusTemplate
+            return of(read_fraction(value.get("share"), f"{where}: share"), arms, tuple(stages))
         shifts = read_whole(value.get("shifts"), f"{where}: shifts")
         if shifts < 1:
             raise PlanError(f"{where}: shifts must be 1 or more, got {shifts}")
@@ -496,6 +499,8 @@ class PlanByKind:
 
     def images(self, template: AnyTemplate) -> TemplateImages | PathImages | TorusImages:
         """Return the trees or paths that follow from a template, as shards of the whole cluster made on request."""
+        if isinstance(template, TorusPaths):
+            return TorusPathImages(self.sample, self.fabric, template)
         if isinstance(template, TorusTemplate):
             return TorusImages(self.sample, self.fabric, template)
         if isinstance(template, KindPath):

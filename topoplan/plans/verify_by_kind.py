@@ -12,8 +12,10 @@ group of their class equally often for each group of the root, so that all links
 The templates of a torus are moved to every server. Its images are trees over all ranks if their arms reach every server
 once, and each server of the sample has its data from itself or from server 0.
 
-The templates of an all-to-all are paths, whose images are orbits (`topoplan.plans.kind_exchange`). The edges must be a
-path, and the paths of every commodity must add up to a block.
+Those of an all-to-all in a torus have paths along such trees. An edge carries the blocks of all ranks beyond it.
+
+Elsewhere the templates of an all-to-all are paths, whose images are orbits (`topoplan.plans.kind_exchange`). The edges
+must be a path, and the paths of every commodity must add up to a block.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from topoplan.plans.loads import edge_links
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, ROOTED
 from topoplan.plans.plan_by_kind import NOT_BY_KIND, PlanByKind
 from topoplan.plans.shards import Edge, Stage
+from topoplan.plans.torus_exchange import TorusPaths
 from topoplan.plans.torus_templates import TorusTemplate
 from topoplan.plans.verify import Verification, check_claim
 from topoplan.units import nearest_float, shown
@@ -48,7 +51,7 @@ def verify_by_kind(plan: PlanByKind) -> Verification:
     ``loads`` of the report are for one link of each class, by the sample's names. PlanError for the first fault.
     """
     _check_header(plan)
-    if plan.collective == ALL_TO_ALL:
+    if plan.collective == ALL_TO_ALL and plan.cluster.network.kind != "torus":
         _check_blocks(plan)
     else:
         _check_shares(plan)
@@ -70,21 +73,26 @@ def verify_by_kind(plan: PlanByKind) -> Verification:
                     for place in edge_links(edge, "broadcast", plan.fabric):
                         crossed[classes[place]] += template.share * pairs
                 continue
+            blocks: Counter[Edge] | None = None
             groups = None if isinstance(template, TorusTemplate) else _Groups(plan.sample, template)
             entered = _entered(plan, template) if isinstance(template, TorusTemplate) else {}
             if groups is not None:
                 groups.check_roles()
-            trees += plan.cluster.servers if groups is None else groups.images()
+            images = plan.cluster.servers if groups is None else groups.images()
+            trees += images * (plan.size - 1) if isinstance(template, TorusPaths) else images
             passed: set[Leaf] = set()
             for stage in template.stages:
                 if groups is None:
                     _check_moved(plan, entered, stage)
                     stands = {rank: entered[one] for rank, one in enumerate(home) if one in entered}
+                    if isinstance(template, TorusPaths):
+                        blocks = _blocks(plan, template, stage)
                 else:
                     reached = _check_stage(plan, groups, stage)
                     stands = {rank: groups.sizes[group] for rank, group in reached.items()}
                 for edge in stage.edges:
-                    times = shares[number] * stands[edge.child]
+                    crossing = stands[edge.child] if blocks is None else blocks[edge]
+                    times = shares[number] * crossing
                     # Templates have most edges in common.
                     if (stage.op, edge) not in links:
                         beyond[edge] = _third_leaves(plan, edge, _servers_of(plan, [edge]))
@@ -154,13 +162,13 @@ def _check_header(plan: PlanByKind) -> None:
     for number, template in enumerate(plan.templates):
         if isinstance(template, TorusTemplate) != (plan.cluster.network.kind == "torus"):
             raise PlanError(f"template {number} must have arms in a torus, and nowhere else")
-        if isinstance(template, KindPath) != (plan.collective == ALL_TO_ALL):
+        if isinstance(template, (KindPath, TorusPaths)) != (plan.collective == ALL_TO_ALL):
             raise PlanError(
                 f"template {number} must be a {'path' if plan.collective == ALL_TO_ALL else 'tree'}"
             )
         if tuple(stage.op for stage in template.stages) != order:
             raise PlanError(f"template {number} must have the stages {', '.join(order)}")
-        if plan.collective == ALL_TO_ALL:
+        if isinstance(template, KindPath):
             continue
         roots = {stage.root for stage in template.stages}
         if len(roots) > 1 or (plan.root is not None and roots != {plan.sample_root}):
@@ -177,7 +185,7 @@ def _check_shares(plan: PlanByKind) -> None:
         first = home.index(home[root])
         owner = (plan.sample.places[home[root]].cell, root - first)
         owned[owner] = owned.get(owner, Fraction(0)) + template.share
-    if plan.collective not in ("allgather", "reduce_scatter"):
+    if plan.collective not in ("allgather", "reduce_scatter", ALL_TO_ALL):
         total = sum(owned.values(), Fraction(0))
         if total != 1:
             raise PlanError(f"shares add up to {shown(total)}, not 1")
@@ -244,6 +252,49 @@ def _check_moved(plan: PlanByKind, entered: dict[int, int], stage: Stage) -> Non
                 f"s{numbers[below]} must have its data from itself or s0, got s{numbers[above]}",
                 rank=edge.child,
             )
+
+
+def _blocks(plan: PlanByKind, template: TorusPaths, stage: Stage) -> Counter[Edge]:
+    """Return how many blocks of one image cross each edge, server by server from the ends of the arms back.
+
+    A server must have the blocks of its own GPUs, of all servers that it reaches along later arms, and of the servers
+    beyond it on its arm.
+    """
+    sides, home = plan.cluster.network.torus.sides, plan.sample.servers_of(plan.fabric.ranks)
+    place = {number: server for server, number in enumerate(plan.sample.numbers)}
+    upwards: dict[int, list[Edge]] = {}
+    for edge in reversed(stage.top_down()):
+        upwards.setdefault(home[edge.child], []).append(edge)
+    first = {server: home.index(server) for server in upwards}
+    found: Counter[Edge] = Counter()
+
+    def collect(server: int, due: Sequence[int], servers: int) -> list[int]:
+        """Return what the GPUs of the server before must have for one server that must have so much, and add it up."""
+        at, sent = list(due), [0] * len(due)
+        for edge in upwards.get(server, ()):
+            moved = at[edge.child - first[server]]
+            found[edge] += servers * moved
+            if home[edge.parent] == server:
+                at[edge.parent - first[server]] += moved
+            else:
+                sent[edge.parent - home.index(home[edge.parent])] += moved
+        return sent
+
+    own = [1] * home.count(place[0])
+    for order in range(len(template.arms) - 1, -1, -1):
+        arm = template.arms[order]
+        servers = prod(sides[earlier.dimension] for earlier in template.arms[:order])
+        one = prod(sides[arm.dimension + 1 :])
+        total = list(own)
+        for steps, number in ((arm.ahead, one), (arm.back, (sides[arm.dimension] - 1) * one)):
+            beyond = [0] * len(own)
+            for _ in range(steps):
+                due = [a + b for a, b in zip(own, beyond, strict=True)]
+                beyond = collect(place[number], due, servers)
+            total = [a + b for a, b in zip(total, beyond, strict=True)]
+        own = total
+    collect(place[0], own, 1)
+    return found
 
 
 SERVER, LEAF, POD, CLUSTER = "one server", "one leaf", "two leaves of one pod", "two pods"

@@ -4,25 +4,34 @@ All cycles are listed, or a varied sample if there are too many: both walk depth
 some vertex can no longer be entered or left. Then as many as possible of them are packed by branch and bound. A ring
 leaves every set of vertices at least once, so a cycle is dropped as soon as it would leave some set too few lanes for
 the remaining rings. The next branch is at the vertex with the least slack: either some ring uses its scarcest lane, or
-none does. Listing and packing stop at fixed limits, and the result says whether they had to.
+none does. Listing and packing stop at fixed limits, and the result says whether they had to. A torus needs no search
+(`topoplan.schedules.torus_rings`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from topoplan.schedules.torus_rings import torus_rings, torus_sides
+
 STEP_LIMIT = 200_000
-"""Most paths visited by a walk."""
+"""Most paths visited by a walk among up to `STEP_VERTICES` vertices; each step costs as much as there are vertices."""
+
+STEP_VERTICES = 64
 
 CYCLE_LIMIT = 10_000
 """Most cycles listed."""
 
 _SAMPLE = 64
+
+MOST_PACKED = 256
+"""Vertices up to which a largest set of disjoint cycles is searched; of more, each cycle that fits is taken in turn."""
 
 Vertex = TypeVar("Vertex")
 
@@ -42,30 +51,14 @@ def all_cycles(
     >>> all_cycles([[int(u != v) for v in range(4)] for u in range(4)])[0][:2]
     [(0, 1, 2, 3), (0, 1, 3, 2)]
     """
-    size = len(lanes)
-    following = [[v for v in range(size) if lanes[u][v]] for u in range(size)]
-    cycles: list[tuple[int, ...]] = []
     walk = _Walk(lanes)
     most = CYCLE_LIMIT if cycle_limit is None else cycle_limit
-
-    def extend(path: list[int], rest: int) -> bool:
-        if not rest:
-            if lanes[path[-1]][0]:
-                cycles.append(tuple(path))
-            return len(cycles) < most
-        if not walk.can_finish(path[-1], rest):
-            return not walk.exhausted
-        for v in following[path[-1]]:
-            if rest >> v & 1:
-                path.append(v)
-                unfinished = extend(path, rest ^ (1 << v))
-                path.pop()
-                if not unfinished:
-                    return False
-        return True
-
-    complete = extend([0], (1 << size) - 2)
-    return cycles, complete
+    cycles: list[tuple[int, ...]] = []
+    for cycle in walk.cycles(lambda u, rest: [v for v in walk.following[u] if rest >> v & 1]):
+        cycles.append(cycle)
+        if len(cycles) >= most:
+            return cycles, False
+    return cycles, not walk.exhausted
 
 
 def varied_cycles(lanes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -75,28 +68,17 @@ def varied_cycles(lanes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     cycles: list[tuple[int, ...]] = []
     walk = _Walk(lanes)
 
-    def extend(path: list[int], rest: int) -> bool:
-        u = path[-1]
-        if not rest:
-            return lanes[u][0] > 0
-        if not walk.can_finish(u, rest):
-            return False
-        onward = [v for v in range(size) if rest >> v & 1 and lanes[u][v]]
-        onward.sort(key=lambda v: (used[u][v] / lanes[u][v], (walk.leaving[v] & rest).bit_count(), v))
-        for v in onward:
-            path.append(v)
-            if extend(path, rest ^ (1 << v)):
-                return True
-            path.pop()
-            if walk.exhausted:
-                return False
-        return False
+    def onward(u: int, rest: int) -> list[int]:
+        found = [v for v in walk.following[u] if rest >> v & 1]
+        return sorted(
+            found, key=lambda v: (used[u][v] / lanes[u][v], (walk.leaving[v] & rest).bit_count(), v)
+        )
 
     for _ in range(_SAMPLE):
-        path = [0]
-        if not extend(path, (1 << size) - 2):
+        path = next(walk.cycles(onward), None)
+        if path is None:
             break
-        for cycle in (tuple(path), (0, *path[:0:-1])):
+        for cycle in (path, (0, *path[:0:-1])):
             if all(lanes[u][v] for u, v in ring_hops(cycle)):
                 cycles.append(cycle)
                 for u, v in ring_hops(cycle):
@@ -104,18 +86,50 @@ def varied_cycles(lanes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     return cycles
 
 
+def step_limit(size: int) -> int:
+    """Return the most paths that a walk among so many vertices visits."""
+    return STEP_LIMIT // -(-size // STEP_VERTICES)
+
+
 class _Walk:
     """Counts partial cycles up to a limit, and detects paths that cannot be closed."""
 
     def __init__(self, lanes: Sequence[Sequence[int]]) -> None:
         size = len(lanes)
+        self._lanes = lanes
+        self.following = [[v for v in range(size) if lanes[u][v]] for u in range(size)]
         self.leaving = [sum(1 << v for v in range(size) if lanes[u][v]) for u in range(size)]
         self._entering = [sum(1 << u for u in range(size) if lanes[u][v]) for v in range(size)]
-        self._left = STEP_LIMIT
+        self._left = step_limit(size)
 
     @property
     def exhausted(self) -> bool:
         return self._left <= 0
+
+    def cycles(self, onward: Callable[[int, int], list[int]]) -> Iterator[tuple[int, ...]]:
+        """Yield Hamiltonian cycles from vertex 0, depth first, until the limit is reached.
+
+        ``onward`` returns the vertices to try after one, in order, out of those of a bit set.
+        """
+        path, rest = [0], (1 << len(self._lanes)) - 2
+        pending: list[Iterator[int]] = []
+        while True:
+            following: Iterator[int] = iter(())
+            if not rest:
+                if self._lanes[path[-1]][0]:
+                    yield tuple(path)
+            elif self.can_finish(path[-1], rest):
+                following = iter(onward(path[-1], rest))
+            elif self.exhausted:
+                return
+            pending.append(following)
+            while (vertex := next(pending[-1], -1)) < 0:
+                pending.pop()
+                rest |= 1 << path.pop()
+                if not pending:
+                    return
+            path.append(vertex)
+            rest ^= 1 << vertex
 
     def can_finish(self, end: int, rest: int) -> bool:
         """Return False if some vertex of ``rest`` can no longer be entered or left, or the limit is reached."""
@@ -156,7 +170,7 @@ def disjoint_rings(lanes: Sequence[Sequence[int]]) -> RingSearch:
 
     ``lanes[u][v]`` are parallel lanes from u to v. Two vertices have the ring there and back for each pair of lanes.
     The number of cycles is exponential in N at worst; DGX-1V has 60, a full mesh of 8 has 5040. Beyond the limits the
-    packing is over a varied sample of cycles.
+    packing is over a varied sample of cycles. A torus of ranks in its order has its rings without a search.
 
     A full mesh of 4 has 12 lanes, but its arcs are not a union of 3 Hamiltonian cycles (Tillson 1980).
 
@@ -166,9 +180,17 @@ def disjoint_rings(lanes: Sequence[Sequence[int]]) -> RingSearch:
     most = ring_limit(lanes)
     if len(lanes) == 2:
         return RingSearch(((0, 1),) * most, True)
+    sides = torus_sides(lanes)
+    known = None if sides is None else torus_rings(sides)
+    if known is not None:
+        both = [cycle for one in known for cycle in (one, (0, *one[:0:-1]))]
+        return RingSearch(tuple(sorted(both * (most // len(both)))), True)
     cycles, complete = all_cycles(lanes)
     if not complete:
         cycles = sorted({*cycles[:1], *varied_cycles(lanes)})
+    if len(lanes) > MOST_PACKED:
+        taken = _first_disjoint(lanes, cycles)
+        return RingSearch(taken, len(taken) == most or (complete and not cycles))
     packing = _Packing(lanes, cycles)
     best: tuple[int, ...] = ()
     while len(best) < most:
@@ -178,6 +200,20 @@ def disjoint_rings(lanes: Sequence[Sequence[int]]) -> RingSearch:
         best = found
     proved = len(best) == most or (complete and packing.nodes < NODE_LIMIT)
     return RingSearch(tuple(cycles[number] for number in sorted(best)), proved)
+
+
+def _first_disjoint(
+    lanes: Sequence[Sequence[int]], cycles: Sequence[tuple[int, ...]]
+) -> tuple[tuple[int, ...], ...]:
+    """Return each cycle for which the ones before it leave lanes."""
+    used: Counter[tuple[int, int]] = Counter()
+    found = []
+    for cycle in cycles:
+        hops = ring_hops(cycle)
+        if all(used[u, v] < lanes[u][v] for u, v in hops):
+            found.append(cycle)
+            used.update(hops)
+    return tuple(found)
 
 
 class _Packing:

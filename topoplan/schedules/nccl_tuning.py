@@ -36,6 +36,7 @@ from topoplan.machine.hardware import (
 )
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import with_all_capabilities
+from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.schedules.binary_trees import nccl_tree, nvls, nvls_tree
 from topoplan.schedules.nccl_channels import MOST_CHANNELS, NcclPaths
 from topoplan.schedules.nccl_search import best_graphs, counted_machine
@@ -251,10 +252,30 @@ class NcclPeak:
     rate: float
 
 
-def nccl_peaks(cluster: ClusterByKind, collective: str) -> list[NcclPeak]:
-    """Return NCCL's schedules of a collective on a cluster, the fastest first; none if its model does not know it."""
+def _equal_ports(plan: PlanByKind) -> float:
+    """Return the GB/s of all ports of a host in a torus of hosts, if equal ports lead ahead and back; else 0.
+
+    Rings then fill them: the links of a torus are a union of Hamiltonian cycles (`topoplan.schedules.torus_rings`).
+    """
+    fabric, torus = plan.fabric, plan.cluster.network.torus
+    cables = [
+        (link.count, capacity)
+        for link, capacity, (src, _) in zip(fabric.links, fabric.capacity, fabric.ends, strict=True)
+        if src == 0
+    ]
+    of_hosts = plan.size == plan.cluster.servers and fabric.direct
+    equal = len(cables) == 2 * len(torus.sides) and len(set(cables)) == 1
+    return float(sum(capacity for _, capacity in cables)) if of_hosts and equal else 0.0
+
+
+def nccl_peaks(plan: PlanByKind) -> list[NcclPeak]:
+    """Return NCCL's schedules beside a plan, the fastest first; none if its model does not know the cluster."""
+    cluster, collective = plan.cluster, plan.collective
     if collective not in COLLECTIVES:
         return []
+    if cluster.network.kind == "torus":
+        ports = _equal_ports(plan)
+        return [NcclPeak("network ring", ports / bus_factor(collective, plan.size))] if ports else []
     try:
         here = setting_by_kind(cluster)
     except (UsageError, InfeasibleError):

@@ -29,10 +29,10 @@ from topoplan.plans.build import Allocation, trivial_plan
 from topoplan.plans.plan import Plan
 from topoplan.schedules.hamiltonian_cycles import (
     NODE_LIMIT,
-    STEP_LIMIT,
     disjoint_rings,
     ring_hops,
     ring_limit,
+    step_limit,
 )
 from topoplan.schedules.ring_forest import LogicalRing, relay_rings, ring_forest
 from topoplan.schedules.routes import DirectRoutes, Links
@@ -338,7 +338,9 @@ def _nvlink_rings(fabric: Fabric) -> tuple[tuple[LogicalRing, ...], str]:
     orders, speed, exhaustive = _fastest_rings(fabric)
     proof = "the search was exhaustive"
     if not exhaustive:
-        proof = f"the search stopped at {STEP_LIMIT} paths or {NODE_LIMIT} packings, more may exist"
+        proof = (
+            f"the search stopped at {step_limit(fabric.size)} paths or {NODE_LIMIT} packings, more may exist"
+        )
     if not orders:
         return (), f"no NVLink ring {'exists' if exhaustive else 'was found'} ({proof})"
     index = {ends: position for position, ends in enumerate(fabric.ends)}

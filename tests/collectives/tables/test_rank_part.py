@@ -10,8 +10,14 @@ import pytest
 import topoplan
 from collectives.tables.lowering import lower
 from collectives.tables.rank_part import rank_part
-from tests.support.kind_clusters import plan_of_groups, plan_of_three_levels, random_plan
+from tests.support.kind_clusters import (
+    plan_of_groups,
+    plan_of_three_levels,
+    plan_of_torus,
+    random_plan,
+)
 from topoplan import PlanByKind, Server, UsageError, cluster_by_kind, plan_by_kind
+from topoplan.reading.load import load_cluster_by_kind
 
 
 def same_rows(plan: PlanByKind, ranks: range | list[int], count: int, chunk_elements: int) -> int:
@@ -44,7 +50,7 @@ def test_parts_of_random_clusters_are_rows_of_the_listed_form(seed: int) -> None
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("make", [plan_of_three_levels, plan_of_groups])
+@pytest.mark.parametrize("make", [plan_of_three_levels, plan_of_groups, plan_of_torus])
 @pytest.mark.parametrize("seed", range(12))
 def test_parts_with_entries_of_pods_or_groups_are_rows_of_the_listed_form(
     seed: int, make: Callable[..., PlanByKind | None]
@@ -130,6 +136,33 @@ def test_a_rank_that_the_plan_does_not_have_is_refused() -> None:
             rank_part(plan, rank)
     with pytest.raises(UsageError, match="cannot be divided among 12 ranks"):
         rank_part(plan, 0).bounds(13)
+
+
+@pytest.mark.parametrize(
+    ("name", "collective"), [("torus:3,4", "allreduce"), ("torus:6,2", "reduce_scatter")]
+)
+def test_parts_of_hosts_in_a_torus_are_rows_of_the_listed_form(name: str, collective: str) -> None:
+    cluster = load_cluster_by_kind(name)
+    assert cluster is not None
+    plan = plan_by_kind(cluster, collective)
+    assert same_rows(plan, list(range(0, plan.size, 7)), plan.size * 640, 96) > 0
+
+
+def test_a_rank_of_a_large_torus_receives_every_other_block_once() -> None:
+    cluster = load_cluster_by_kind("torus:40,41")
+    assert cluster is not None
+    part = rank_part(plan_by_kind(cluster, "allgather"), 777)
+    count = 1640 * 64
+    rows = part.rows(count, chunk_elements=count)
+    arrived = (rows["stop"] - rows["start"])[rows["destination"] == 777]  # type: ignore[operator]
+    assert arrived.sum() == count - 64
+
+
+def test_paths_of_a_torus_are_refused() -> None:
+    cluster = load_cluster_by_kind("torus:3,4")
+    assert cluster is not None
+    with pytest.raises(UsageError, match="all_to_all by kind cannot be lowered"):
+        rank_part(plan_by_kind(cluster, "alltoall"), 0)
 
 
 def test_paths_are_refused() -> None:

@@ -326,6 +326,9 @@ plan dgx-1v --gpus 1,4,5,7 --sizes 1KB:1MB --notes  |  note: no one-hop: gpu4 re
 compare dgx-1v --gpus 1,4,5,7 --notes  |  50.00  |  NCCL before 2.8: pcie ring     5.33
     |  note: pcie ring: no NVLink ring exists
 compare v100x4 --all-allocations  |  11 allocations
+compare torus:40,40  |  all_reduce on torus:40,40, 1,600 GPUs of 1,600 servers, over the network: trees and NCCL's best
+    |  NCCL: network ring  25.02  50.00       1.00x
+compare torus:2,200 --collective all_gather  |  NCCL         not compared: its model needs switches between servers, or
 order dgx-1v  |  GPUs         0,3,2,1,5-7,4 on every host  |  provably optimal: every order was tried
 order dgx-1v --gpus 0,3,2,1,5,6,7,4  |  : the order as given is the best
 simulate dgx-2  |  the plan is faster than NCCL's best from 64KB on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -12,13 +13,14 @@ from typing import Any
 import pytest
 
 import topoplan
-from tests.support.kind_clusters import plan_of_torus
+from tests.support.kind_clusters import exchange_of_torus, plan_of_torus
 from tests.topoplan.plans.test_plan_by_kind import agree, refuse_wrong_files
 from topoplan import ClusterByKind, InfeasibleError, PlanByKind, PlanError, Server, UsageError, plan_by_kind
 from topoplan.machine.torus import Torus
 from topoplan.plans.certificates.torus_lengths import TorusRoute as Route
-from topoplan.plans.certificates.torus_lengths import torus_tree_at_least
+from topoplan.plans.certificates.torus_lengths import torus_paths_at_least, torus_tree_at_least
 from topoplan.plans.minimum_trees import cheapest_arborescence
+from topoplan.plans.torus_exchange import TorusPaths
 from topoplan.plans.torus_templates import Arm, TorusTemplate
 from topoplan.plans.verify_by_kind import verify_by_kind
 from topoplan.reading.load import load_cluster_by_kind
@@ -55,6 +57,55 @@ def test_hosts_fill_all_of_their_ports(name: str, ports: int, collective: str, c
     report = verify_by_kind(plan)
     assert report.exact_rate == report.exact_bound == ports * each * plan.size / (crossings * (plan.size - 1))
     assert report.height == sum(side // 2 for side in plan.cluster.network.torus.sides)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["torus:4", "torus:7,2@1", "torus:32,31", "torus:200,200", "torus:3,4,500", "torus:10,10,10,10,10"],
+)
+def test_an_exchange_of_hosts_fills_the_cables_of_the_longest_dimension(name: str) -> None:
+    """A block takes floor(n^2 / 4) / n steps on average in a ring of n; two ports of B lead into it."""
+    cluster = hosts(name)
+    plan = plan_by_kind(cluster, "all_to_all")
+    longest = max(cluster.network.torus.sides)
+    each = Fraction(name.partition("@")[2] or "25/2")
+    report = verify_by_kind(plan)
+    assert report.exact_rate == report.exact_bound == 2 * each * longest / (longest**2 // 4)
+    assert report.height == sum(side // 2 for side in cluster.network.torus.sides)
+    assert len(plan.to_json()) < 3_000
+
+
+def test_an_exchange_of_100000_gpus_is_proved_and_small() -> None:
+    """With direct NICs two of 50 GB/s lead each way: 200 x 125 / floor(125^2 / 4) for the buffers of 8 GPUs."""
+    cluster = servers("dgx-h100", (100, 125), nic_gbps=400, nic_access="direct")
+    plan = plan_by_kind(cluster, "all_to_all")
+    report = verify_by_kind(plan)
+    assert report.exact_rate == report.exact_bound == Fraction(200 * 125, 8 * (125**2 // 4))
+    assert verify_by_kind(PlanByKind.from_object(json.loads(plan.to_json()))) == report
+    assert len(plan.to_json()) < 200_000
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(12))
+def test_an_exchange_is_the_listed_one_and_its_optimum(seed: int) -> None:
+    plan = exchange_of_torus(seed, most=20)
+    agree(plan)
+    if plan is not None and plan.size <= 12:
+        best = topoplan.plan(plan.cluster.listed(), "all_to_all")
+        assert plan.rate <= best.bound * (1 + 1e-9)
+        assert best.rate <= plan.bound * (1 + 1e-9)
+        assert plan.rate == pytest.approx(best.rate) or plan.gap
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(12, 140))
+def test_an_exchange_of_up_to_256_gpus_is_the_listed_one(seed: int) -> None:
+    agree(exchange_of_torus(seed, most=256 if seed < 30 else 60))
+
+
+@pytest.mark.thorough
+def test_wrong_files_of_exchanges_are_refused() -> None:
+    refuse_wrong_files(range(60), 500, exchange_of_torus)
 
 
 @pytest.mark.parametrize("name", ["torus:6@3", "torus:4,4@10", "torus:2,3", "torus:5,3,2@7"])
@@ -164,6 +215,90 @@ def test_a_bound_is_not_above_the_shortest_tree() -> None:
                 assert bound == shortest
 
 
+def shortest_paths(torus: Torus, gpus: int, routes: Sequence[Route]) -> float:
+    """Return the lengths of shortest paths from the ranks of server 0 to all, together, on the listed torus."""
+    total = 0.0
+    for source in range(gpus):
+        reach = [float("inf")] * (gpus * torus.servers)
+        reach[source] = 0
+        left = set(range(len(reach)))
+        while left:
+            at = min(left, key=lambda one: (reach[one], one))
+            left.remove(at)
+            for route in routes:
+                if route.tail == at % gpus:
+                    head = torus.moved(at // gpus, route.offset) * gpus + route.head
+                    reach[head] = min(reach[head], reach[at] + route.length)
+        total += sum(reach)
+    return total
+
+
+def closed(torus: Torus, gpus: int, routes: Sequence[Route]) -> list[Route]:
+    """Return the shortest routes with one step to a neighbour at most, and others inside servers before and behind."""
+    home = (0,) * len(torus.sides)
+    length: dict[Any, int] = {}
+    for route in routes:
+        key = (route.tail, route.head, route.offset)
+        length[key] = min(route.length, length.get(key, route.length))
+    for _ in range(2 * gpus):
+        for (u, v, t), (w, x, s) in itertools.product(list(length), repeat=2):
+            if v == w and home in (t, s) and (u != x or t != s):
+                key, total = (u, x, s if t == home else t), length[u, v, t] + length[w, x, s]
+                length[key] = min(total, length.get(key, total))
+    return [Route(u, v, t, total) for (u, v, t), total in length.items()]
+
+
+def test_a_bound_is_not_above_the_shortest_paths() -> None:
+    """With one GPU it is their length."""
+    rng = random.Random(8)
+    proved = 0
+    for _ in range(120):
+        torus = Torus(tuple(rng.choice([2, 3, 4, 5]) for _ in range(rng.choice([1, 2]))))
+        gpus, most = rng.choice([1, 2, 3]), rng.choice([1, 9])
+        ends = [(u, v) for u in range(gpus) for v in range(gpus)]
+        inside = [Route(u, v, (0,) * len(torus.sides), rng.randint(0, most)) for u, v in ends if u != v]
+        across = [
+            Route(u, v, torus.offset(direction), rng.randint(0, 9))
+            for direction in torus.directions
+            for u, v in ends
+            if gpus == 1 or rng.random() < 0.7
+        ]
+        try:
+            bound = torus_paths_at_least(torus, gpus, closed(torus, gpus, inside + across))
+        except PlanError:
+            continue
+        proved += 1
+        shortest = shortest_paths(torus, gpus, inside + across)
+        assert bound <= shortest
+        assert bound == shortest or gpus > 1
+    assert proved > 80
+
+
+def test_a_wrong_exchange_is_refused() -> None:
+    plan = plan_by_kind(servers("v100x4", (3, 4), nic_gbps=100, nics=4), "all_to_all")
+    template = plan.templates[0]
+    assert isinstance(template, TorusPaths)
+    (stage,) = template.stages
+
+    def refused(match: str, **changes: Any) -> None:
+        wrong = replace(plan, templates=(replace(template, **changes), *plan.templates[1:]))
+        with pytest.raises(PlanError, match=match):
+            verify_by_kind(wrong)
+
+    refused("must reach 4 ranks of s", stages=(replace(stage, edges=stage.edges[:-1]),))
+    refused("have a share of", share=template.share / 2)
+    refused("must have the stages broadcast", stages=(stage, stage))
+    turned = tuple(Arm(arm.dimension, arm.back, arm.ahead) for arm in template.arms)
+    swapped = replace(template, arms=turned)
+    with pytest.raises(PlanError, match="claims a rate"):
+        verify_by_kind(replace(plan, templates=(swapped, *plan.templates[1:])))
+    tree = TorusTemplate(template.share, template.arms, template.stages)
+    with pytest.raises(PlanError, match="template 0 must be a path"):
+        verify_by_kind(replace(plan, templates=(tree, *plan.templates[1:])))
+    with pytest.raises(PlanError, match="claims a bound"):
+        verify_by_kind(replace(plan, bound=2 * plan.bound))
+
+
 def test_a_route_over_a_device_that_no_server_has_is_refused() -> None:
     """A name with a dot whose head is no server."""
     plan = plan_by_kind(servers("mi250x", (3, 4), nic_gbps=100), "all_reduce")
@@ -202,7 +337,7 @@ def test_a_wrong_template_is_refused() -> None:
     # Another bound than the lengths prove, and other collectives.
     with pytest.raises(PlanError, match="bound"):
         verify_by_kind(replace(plan, bound=2 * plan.bound))
-    with pytest.raises(PlanError, match="must be of allreduce, allgather, reduce_scatter, got alltoall"):
+    with pytest.raises(PlanError, match="template 0 must be a path"):
         verify_by_kind(replace(plan, collective="alltoall"))
     switched = topoplan.cluster_by_kind([Server("v100x4", count=12)], nic_gbps=100)
     with pytest.raises(PlanError, match="must have arms in a torus, and nowhere else"):
@@ -211,8 +346,10 @@ def test_a_wrong_template_is_refused() -> None:
 
 def test_what_a_torus_by_kind_does_not_plan_is_refused() -> None:
     torus = servers("dgx-h100", (10, 10), nic_gbps=400)
-    for collective in ("broadcast", "reduce", "all_to_all"):
-        with pytest.raises(InfeasibleError, match="are of all_reduce, all_gather, reduce_scatter, got"):
+    for collective in ("broadcast", "reduce"):
+        with pytest.raises(
+            InfeasibleError, match="are of all_reduce, all_gather, reduce_scatter, all_to_all, got"
+        ):
             plan_by_kind(torus, collective)
     mixed = topoplan.cluster_by_kind(
         [Server("dgx-h100", count=2), Server("dgx-a100", count=4)],

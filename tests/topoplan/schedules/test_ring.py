@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,12 @@ from topoplan.machine.fabric import Fabric, usable_fabric
 from topoplan.plans.plan import COLLECTIVES
 from topoplan.plans.shards import ImageShards
 from topoplan.schedules import hamiltonian_cycles
-from topoplan.schedules.hamiltonian_cycles import disjoint_rings, ring_limit
+from topoplan.schedules.hamiltonian_cycles import all_cycles, disjoint_rings, ring_limit, step_limit
 from topoplan.schedules.ring import single_ring, switched_rings
 from topoplan.schedules.ring_forest import relay_rings, ring_forest
 from topoplan.schedules.routes import DirectRoutes
 from topoplan.schedules.server_rings import server_rings
+from topoplan.schedules.torus_rings import torus_rings, torus_sides
 
 PAIRS = ["01", "02", "03", "12", "13", "23", "45", "46", "47", "56", "57", "67", "04", "15", "26", "37"]
 DOUBLED = ["03", "04", "12", "15", "23", "47", "56", "67"]
@@ -161,6 +163,78 @@ def test_a_search_that_meets_its_limit_says_so_and_its_rings_are_still_disjoint(
     assert not search.exhaustive
     hops = [hop for order in search.rings for hop in zip(order, order[1:] + order[:1], strict=True)]
     assert len(hops) == len(set(hops)) == 6 * len(search.rings)
+
+
+def grid_lanes(sides: tuple[int, ...], *, around: bool = True) -> list[list[int]]:
+    """Return the lanes of a torus, or of a grid without the links that close its rings."""
+    lanes = [[0] * prod(sides) for _ in range(prod(sides))]
+    for point in product(*map(range, sides)):
+        for place, side in enumerate(sides):
+            if around or point[place] + 1 < side:
+                other = (*point[:place], (point[place] + 1) % side, *point[place + 1 :])
+                u, v = (int(np.ravel_multi_index(one, sides)) for one in (point, other))
+                lanes[u][v] += 1
+                lanes[v][u] += 1
+    return lanes
+
+
+@pytest.mark.parametrize(
+    "sides",
+    [(3, 3), (3, 4), (4, 4), (5, 4), (6, 6), (3, 50), (20, 21), (3, 3, 3), (4, 3, 5), (4, 4, 4, 3), (9,)],
+)
+def test_the_links_of_a_torus_are_a_union_of_hamiltonian_cycles(sides: tuple[int, ...]) -> None:
+    """Kotzig 1973, Aubert and Schneider 1982."""
+    lanes = grid_lanes(sides)
+    assert torus_sides(lanes) == sides
+    rings = torus_rings(sides)
+    assert rings is not None
+    assert all(sorted(ring) == list(range(len(lanes))) for ring in rings)
+    hops = Counter(hop for ring in rings for hop in zip(ring, ring[1:] + ring[:1], strict=True))
+    used = [[hops[u, v] + hops[v, u] for v in range(len(lanes))] for u in range(len(lanes))]
+    assert used == lanes
+    search = disjoint_rings(lanes)
+    assert search.exhaustive
+    assert len(search.rings) == len(set(search.rings)) == ring_limit(lanes) == 2 * len(sides)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "sides", [*product(range(3, 10), repeat=2), *product(range(3, 6), repeat=3), (40, 40)]
+)
+def test_every_torus_of_sides_of_three_or_more_has_its_rings(sides: tuple[int, ...]) -> None:
+    rings = torus_rings(sides)
+    assert rings is not None
+    hops = {hop for ring in rings for hop in zip(ring, ring[1:] + ring[:1], strict=True)}
+    hops |= {(v, u) for u, v in hops}
+    assert len(hops) == 2 * len(sides) * prod(sides)
+
+
+def test_other_graphs_are_searched() -> None:
+    lanes = grid_lanes((3, 4))
+    lanes[0][1] += 1
+    assert torus_sides(lanes) is None
+    assert torus_sides(grid_lanes((4, 4), around=False)) is None
+    assert torus_sides([[int(u != v) for v in range(5)] for u in range(5)]) is None
+    # Two lanes each way between neighbours in the dimension of two.
+    assert torus_sides(grid_lanes((2, 3))) == (2, 3)
+    assert disjoint_rings(grid_lanes((2, 3))).rings
+
+
+def test_a_search_among_many_vertices_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path of 1,100 vertices needs no recursion, and the limit falls with their number."""
+    ring = grid_lanes((1100,))
+    ring[0][700] = 1
+    assert torus_sides(ring) is None
+    assert all_cycles(ring, cycle_limit=1)[0] == [tuple(range(1100))]
+    assert (step_limit(8), step_limit(64), step_limit(65), step_limit(1500)) == (
+        200_000,
+        200_000,
+        100_000,
+        8_333,
+    )
+    monkeypatch.setattr(hamiltonian_cycles, "STEP_LIMIT", 2_000)
+    grid = grid_lanes((18, 18), around=False)
+    assert not disjoint_rings(grid).exhaustive
 
 
 @pytest.mark.thorough

@@ -287,7 +287,7 @@ def _planned(cluster: ClusterByKind, taken: Taken, collective: str) -> Allocatio
     part = cluster.with_gpus(taken)
     root = 0 if collective in ("broadcast", "reduce") else None
     made = plan_by_kind(part, collective, root=root)
-    peaks = nccl_peaks(part, collective)
+    peaks = nccl_peaks(made)
     return AllocationShape(
         *(gpus, len(taken), leaves, each, made.rate, made.bound, made.explain_bound()),
         peaks[0] if peaks else None,

@@ -246,7 +246,7 @@ def _plan_section(plan: PlanByKind) -> PageSection:
     """Return rate, bound, proof and templates."""
     checked = verify_by_kind(plan)
     noun = "paths" if plan.collective == ALL_TO_ALL else "trees"
-    peaks = nccl_peaks(plan.cluster, plan.collective)
+    peaks = nccl_peaks(plan)
     verdict = "they are equal: no plan is faster" if checked.optimal else f"{100 * plan.gap:.2f} % apart"
     facts = [
         ("over", channel_words(plan.channels, plan.sample.topology)),
@@ -306,7 +306,7 @@ def _sizes_section(plan: PlanByKind, sizes: Sequence[int]) -> PageSection:
         [f"{one.busbw:.4g}" for one in own],
     ]
     curves = [Curve("trees of the plan above", tuple((one.nbytes, one.algbw) for one in own))]
-    here = setting_by_kind(plan.cluster) if nccl_peaks(plan.cluster, plan.collective) else None
+    here = setting_by_kind(plan.cluster) if nccl_peaks(plan) else None
     if here is not None:
         model = expectations(here, plan.collective)
         best = [_fastest(model, size) for size in sizes]

@@ -28,7 +28,11 @@ from topoplan.errors import PlanError
 from topoplan.machine.cluster_by_kind import ClusterSample
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.certificates.forest_length import ArcLengths, contracted_graph, distances
-from topoplan.plans.certificates.torus_lengths import TorusRoute, torus_tree_at_least
+from topoplan.plans.certificates.torus_lengths import (
+    TorusRoute,
+    torus_paths_at_least,
+    torus_tree_at_least,
+)
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,7 @@ def forest_at_least(
 
 
 def _torus_forest(sample: ClusterSample, found: SampleDistances, collective: str) -> Fraction:
-    """Return such a bound for a torus of equal servers."""
+    """Return such a bound for a torus of equal servers: of trees, or of the paths of an all-to-all."""
     if collective not in IN_TORUS:
         raise PlanError(f"bounds of a torus by kind are for {', '.join(IN_TORUS)}, got {collective}")
     torus, home = sample.cluster.network.torus, found.server.tolist()
@@ -199,6 +203,8 @@ def _torus_forest(sample: ClusterSample, found: SampleDistances, collective: str
             if u != v and table[u, v] >= 0
         ]
 
+    if collective == "alltoall":
+        return Fraction(torus_paths_at_least(torus, gpus, arcs(found.table)), gpus)
     trees = [0] * gpus
     for table, users in ((found.table, "allgather"), (found.table.T, "reduce_scatter")):
         if collective in (users, "allreduce"):
@@ -207,7 +213,7 @@ def _torus_forest(sample: ClusterSample, found: SampleDistances, collective: str
     return Fraction(min(trees)) if collective == "allreduce" else Fraction(sum(trees), gpus)
 
 
-IN_TORUS = ("allreduce", "allgather", "reduce_scatter")
+IN_TORUS = ("allreduce", "allgather", "reduce_scatter", "alltoall")
 """Collectives that are planned by kind on a torus of servers."""
 
 

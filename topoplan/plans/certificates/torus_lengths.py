@@ -11,15 +11,22 @@ the shortest way into it, which is taken off all routes that enter it; sets that
 become one. By symmetry a set is a coset of a subgroup of the translations: GPUs of a server, each at an offset, and the
 offsets of the cycles among them. The number of cosets is a determinant (Gross and Tucker, Topological Graph Theory,
 1987, section 2.5, of voltage graphs). The cost grows with the GPUs of a server, not with the servers.
+
+A path of an all-to-all is bounded by its steps. Let m(t) be the shortest route in direction t, from whatever GPU. A
+path to the server c ahead in a dimension of n takes c steps ahead or n - c back, so it is at least as long as the lower
+of c m(ahead) and (n - c) m(back) over all dimensions. Of what routes have beyond m, every path has at least the least
+that leads into its last GPU, and then the least that leads out of its first one. A path inside a server, or to a
+neighbour, is a shortest route, or it takes more steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from topoplan.errors import PlanError
-from topoplan.machine.torus import Offset, Torus
+from topoplan.machine.torus import Direction, Offset, Torus
 
 Row = list[int]
 
@@ -57,6 +64,59 @@ def torus_tree_at_least(torus: Torus, gpus: int, routes: Sequence[TorusRoute]) -
         left = [replace(route, length=route.length - nearest[id(sets[route.head])]) for route in left]
         sets = _joined(sets, [route for route in left if not route.length])
     return [total - known for known in own]
+
+
+def torus_paths_at_least(torus: Torus, gpus: int, routes: Sequence[TorusRoute]) -> int:
+    """Return a lower bound of the lengths of paths from each GPU of one server to all other ranks, all together.
+
+    Arguments are those of `torus_tree_at_least`; no route is longer than one to a neighbour with others inside servers
+    before and behind it. PlanError if the routes do not join all ranks.
+    """
+    torus_tree_at_least(torus, gpus, [replace(route, length=0) for route in routes])  # joins all ranks
+    home = (0,) * len(torus.sides)
+    nearest: dict[Offset, int] = {home: 0}
+    for route in routes:
+        if any(route.offset):
+            nearest[route.offset] = min(route.length, nearest.get(route.offset, route.length))
+    length = {(route.tail, route.head, route.offset): route.length for route in routes}
+    left = {(u, v, t): over - nearest[t] for (u, v, t), over in length.items()}
+    last = [min(over for (_, v, _), over in left.items() if v == head) for head in range(gpus)]
+    first = [min(over - last[v] for (u, v, _), over in left.items() if u == tail) for tail in range(gpus)]
+    both = {one: nearest.get(torus.offset(one)) for one in torus.directions}
+    steps, loops = 0, []
+    for dimension, side in enumerate(torus.sides):
+        ahead, back = (both[Direction(dimension, step)] for step in (1, -1))
+        steps += torus.servers // side * _ring_at_least(side, ahead, back)
+        loops += [side * one for one in (ahead, back) if one is not None]
+        loops += [ahead + back] if ahead is not None and back is not None else []
+    ends = [[one + other for other in last] for one in first]
+    total = gpus * gpus * steps + torus.servers * sum(map(sum, ends)) - sum(first) - sum(last)
+    # Least steps to a server nearby, and those of all ways but the shortest.
+    ways = {home: (0, min(loops))}
+    for direction, step in both.items():
+        if step is None:
+            continue
+        side, around = torus.sides[direction.dimension], both[direction._replace(step=-direction.step)]
+        other = [step + min(loops)] + ([(side - 1) * around] if around is not None and side > 2 else [])
+        ways[torus.offset(direction)] = min(step, *other), min(other)
+    for offset, (least, more) in ways.items():
+        for tail, head in product(range(gpus), repeat=2):
+            if any(offset) or tail != head:
+                longer = more + ends[tail][head]
+                near = min(length.get((tail, head, offset), longer), longer)
+                total += max(0, near - least - ends[tail][head])
+    return total
+
+
+def _ring_at_least(side: int, ahead: int | None, back: int | None) -> int:
+    """Return the sum over all servers of a ring of the steps there: c ahead or side - c back, whichever is shorter."""
+    if ahead is None or back is None:
+        only = back if ahead is None else ahead
+        assert only is not None, "the routes join all ranks"
+        return only * side * (side - 1) // 2
+    turn = side - 1 if not ahead else side * back // (ahead + back)
+    rest = side - 1 - turn
+    return ahead * turn * (turn + 1) // 2 + back * rest * (rest + 1) // 2
 
 
 @dataclass(slots=True)

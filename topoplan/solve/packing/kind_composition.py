@@ -30,6 +30,7 @@ from topoplan.solve.packing.kind_program import Proof, Solution, TemplateColumn,
 from topoplan.solve.packing.kind_routes import KindRoutes, RouteParts
 from topoplan.solve.packing.kind_stars import KindStars, Star, StarCosts
 from topoplan.solve.packing.packing_program import rounded_lengths
+from topoplan.solve.packing.torus_all_to_all import TorusExchange
 from topoplan.solve.packing.torus_packing import TorusPacking, check_torus
 
 
@@ -180,8 +181,9 @@ def plan_by_kind(
     PlanByKind
         Its trees have one edge into each server, or one into each GPU of it, from a root, a centre or an entry (see
         `topoplan.plans.kind_templates`), or go through the dimensions of a torus in some order
-        (`topoplan.plans.torus_templates`). An all-to-all has paths (see `topoplan.plans.kind_exchange`), and every pair
-        of GPUs exchanges the same. Trees inside servers, and paths, are as low as the rate allows. The gap is exact.
+        (`topoplan.plans.torus_templates`). An all-to-all has paths (see `topoplan.plans.kind_exchange`, and
+        `topoplan.plans.torus_exchange`), and every pair of GPUs exchanges the same. Trees inside servers, and paths
+        but for those of a torus, are as low as the rate allows. The gap is exact.
 
     Raises
     ------
@@ -190,8 +192,7 @@ def plan_by_kind(
     InfeasibleError
         Links do not connect the GPUs; devices add, copy or forward data of other servers. For trees also: links inside
         a server do not connect its GPUs, or a server reaches another only through a third, but in a torus. A torus has
-        servers that differ, or the collective is not all_reduce, all_gather or reduce_scatter. Plan the listed cluster
-        instead.
+        servers that differ, or the collective is broadcast or reduce. Plan the listed cluster instead.
 
     See Also
     --------
@@ -220,8 +221,8 @@ def plan_by_kind(
         where = cluster.server_of(root)
         cluster = cluster.apart(where[0])
     in_torus = cluster.network.kind == "torus"
-    program = KindExchange if collective == ALL_TO_ALL else TorusPacking if in_torus else KindPacking
-    packing: KindExchange | KindPacking | TorusPacking = program(
+    programs = (KindPacking, KindExchange, TorusPacking, TorusExchange)
+    packing = programs[2 * in_torus + (collective == ALL_TO_ALL)](
         cluster, collective, root=where, channels=channels, progress=progress
     )
     return packing.best_plan(root).timed(time.perf_counter() - started)

@@ -165,41 +165,63 @@ class TorusPacking(TreeProgram):
         return found
 
 
-class _Pricing:
-    """Cheapest trees inside server 0 and into its neighbours, under lengths of the rows."""
+class TorusRoutes:
+    """Shortest routes between ranks of server 0 and its neighbours, under lengths of the rows."""
 
-    def __init__(self, program: TorusPacking, lengths: Sequence[int], *, stars: bool) -> None:
-        self.program, self.stars = program, stars
+    def __init__(self, program: TorusPacking, lengths: Sequence[int]) -> None:
+        self.program = program
         self.torus = program.sample.cluster.network.torus
         orbits, fabric = program.orbits, program.fabric
         of_link = np.array(lengths, dtype=np.int64)[program.rows]
         distance, self._last = orbits.search(of_link[orbits.link_of_arc], np.arange(fabric.size))
         self._reach: NDArray[np.int64] = np.where(distance < 0, UNREACHABLE, distance)[:, : fabric.size]
         self._place = {number: server for server, number in enumerate(program.sample.numbers)}
+
+    def cost(self, op: str, parent: int, child: int) -> int:
+        """Return the length of the route of an edge, `UNREACHABLE` or more if it has none."""
+        tail, head = (parent, child) if op == "broadcast" else (child, parent)
+        return int(self._reach[tail, head])
+
+    def members(self, direction: Direction | None) -> list[int]:
+        """Return the ranks of server 0, or of its neighbour in a direction."""
+        number = 0 if direction is None else self.torus.server(self.torus.offset(direction))
+        return self.program.members[self._place[number]]
+
+    def edge(self, op: str, parent: int, child: int) -> Edge:
+        """Return the edge along a shortest route."""
+        tail, head = (parent, child) if op == "broadcast" else (child, parent)
+        fabric, graph, last = self.program.fabric, self.program.fabric.route_graph, self._last[tail]
+        path, state = [], head
+        while last[state] >= 0:
+            path.append(graph.links[last[state]])
+            state = graph.ends[last[state]][0]
+        arc = fabric.arc(tuple(path[::-1]))
+        route = arc.route if op == "broadcast" else arc.route[::-1]
+        return Edge(parent, child, route, arc.channel)
+
+
+class _Pricing(TorusRoutes):
+    """Cheapest trees inside server 0 and into its neighbours."""
+
+    def __init__(self, program: TorusPacking, lengths: Sequence[int], *, stars: bool) -> None:
+        super().__init__(program, lengths)
+        self.stars = stars
         self.order = stage_order(program.collective)
         self.costs: dict[Direction, int] = {}
         self._parents: dict[tuple[str, Direction], list[tuple[int, int]]] = {}
         for op, direction in product(self.order, self.torus.directions):
             pairs = self._into(op, direction)
             self._parents[op, direction] = pairs
-            cost = sum(self._cost(op, parent, child) for parent, child in pairs)
+            cost = sum(self.cost(op, parent, child) for parent, child in pairs)
             self.costs[direction] = min(self.costs.get(direction, 0) + cost, int(UNREACHABLE))
-
-    def _cost(self, op: str, parent: int, child: int) -> int:
-        tail, head = (parent, child) if op == "broadcast" else (child, parent)
-        return int(self._reach[tail, head])
-
-    def _members(self, direction: Direction | None) -> list[int]:
-        number = 0 if direction is None else self.torus.server(self.torus.offset(direction))
-        return self.program.members[self._place[number]]
 
     def _into(self, op: str, direction: Direction) -> list[tuple[int, int]]:
         """Return parent and child of the edges of a cheapest arborescence from server 0 over a neighbour."""
-        home, there = self._members(None), self._members(direction)
+        home, there = self.members(None), self.members(direction)
         nearest = self._nearest(op, home, there)
         rows = [
-            [self._cost(op, above, child) for child, above in zip(there, nearest, strict=True)],
-            *([self._cost(op, parent, child) for child in there] for parent in there),
+            [self.cost(op, above, child) for child, above in zip(there, nearest, strict=True)],
+            *([self.cost(op, parent, child) for child in there] for parent in there),
         ]
         size = len(there) + 1
         if self.stars:
@@ -223,7 +245,7 @@ class _Pricing:
 
     def _nearest(self, op: str, home: Sequence[int], there: Sequence[int]) -> list[int]:
         """Return for each rank of a neighbour the first of the nearest ranks of server 0."""
-        costs = [[self._cost(op, rank, child) for rank in home] for child in there]
+        costs = [[self.cost(op, rank, child) for rank in home] for child in there]
         return [home[row.index(min(row))] for row in costs]
 
     def arms(self, *, even: bool) -> tuple[Arm, ...]:
@@ -245,9 +267,9 @@ class _Pricing:
     def stages(self, rank: int, arms: Sequence[Arm]) -> tuple[Stage, ...]:
         """Return the trees of a root on server 0 with some arms."""
         stages = []
-        home = self._members(None)
+        home = self.members(None)
         for op in self.order:
-            cost = [[self._cost(op, tail, head) for tail in home] for head in home]
+            cost = [[self.cost(op, tail, head) for tail in home] for head in home]
             at = home.index(rank)
             star = [-1 if one == at else at for one in range(len(home))]
             parents = star if self.stars else cheapest_arborescence(cost, at)
@@ -255,22 +277,11 @@ class _Pricing:
             for arm in arms:
                 for direction, _ in arm.directions:
                     pairs += self._parents[op, direction]
-            if any(self._cost(op, *pair) >= UNREACHABLE for pair in pairs):
+            if any(self.cost(op, *pair) >= UNREACHABLE for pair in pairs):
                 raise InfeasibleError(
                     "trees of a torus by kind need links inside a server that connect its GPUs; plan the listed "
                     "cluster instead"
                 )
-            edges = tuple(self._edge(op, parent, child) for parent, child in pairs)
+            edges = tuple(self.edge(op, parent, child) for parent, child in pairs)
             stages.append(Stage(op, rank, Stage(op, rank, edges).top_down()))
         return tuple(stages)
-
-    def _edge(self, op: str, parent: int, child: int) -> Edge:
-        tail, head = (parent, child) if op == "broadcast" else (child, parent)
-        fabric, graph, last = self.program.fabric, self.program.fabric.route_graph, self._last[tail]
-        path, state = [], head
-        while last[state] >= 0:
-            path.append(graph.links[last[state]])
-            state = graph.ends[last[state]][0]
-        arc = fabric.arc(tuple(path[::-1]))
-        route = arc.route if op == "broadcast" else arc.route[::-1]
-        return Edge(parent, child, route, arc.channel)
