@@ -291,10 +291,11 @@ class PlannedProcessGroup(ProcessGroupTopoplan, dist.ProcessGroup):
         dist.ProcessGroup.__init__(self, inner.rank(), inner.size())  # type: ignore[call-arg]  # without a store
         super().__init__(groups, timeout=timeout, members=members)
         self._unknown = False
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        self._set_default_backend(kind)  # torch 2.15 looks up the group's name there, for its flight recorder
         for device in (
             ["cpu", "cuda"] if "cuda" in self.served else ["cpu"]
         ):  # a DeviceMesh finds it by this name
-            kind = dist.ProcessGroup.BackendType.CUSTOM
             place = torch.device(device)
             self._register_backend(place, kind, self._get_backend(place))
 
