@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -121,6 +121,20 @@ class ProcessGroupTopoplan(GroupCollectives):
         """Return the back end "topoplan" of a process group, by default of the default group; None for others."""
         found = wrapping(dist.group.WORLD if group is None else group)
         return found if isinstance(found, ProcessGroupTopoplan) else None
+
+    supports_reconfigure = False
+    """torch would ask the inner gloo group, which the plans do not follow, or a back end of Python without end."""
+
+    def get_reconfigure_handle(self) -> str:
+        """Raise `UsageError`, as `reconfigure`."""
+        return self.reconfigure()
+
+    def reconfigure(self, opts: Any = None) -> NoReturn:
+        """Raise `UsageError`: plans follow the membership of `shrink` and `grow` alone."""
+        raise UsageError(
+            f"the process group topoplan does not support reconfigure; set {ON_FAILURE}=shrink, and let processes in "
+            "by collectives.torch.grow"
+        )
 
     def getBackendName(self) -> str:  # torch's name
         return "topoplan"
@@ -291,10 +305,11 @@ class PlannedProcessGroup(ProcessGroupTopoplan, dist.ProcessGroup):
         dist.ProcessGroup.__init__(self, inner.rank(), inner.size())  # type: ignore[call-arg]  # without a store
         super().__init__(groups, timeout=timeout, members=members)
         self._unknown = False
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        self._set_default_backend(kind)  # torch 2.15 looks up the group's name there, for its flight recorder
         for device in (
             ["cpu", "cuda"] if "cuda" in self.served else ["cpu"]
         ):  # a DeviceMesh finds it by this name
-            kind = dist.ProcessGroup.BackendType.CUSTOM
             place = torch.device(device)
             self._register_backend(place, kind, self._get_backend(place))
 
@@ -416,6 +431,7 @@ class PlannedBackend(ProcessGroupTopoplan, BackendBase):  # type: ignore[misc]
     supports_coalescing = True
     supports_splitting = True
     supports_shrinking = True
+    supports_window = False  # else torch 2.15 asks this class again, without end
 
     def start_coalescing(self) -> None:
         self._begin_block()

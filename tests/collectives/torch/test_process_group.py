@@ -42,6 +42,26 @@ def test_a_group_is_its_own_back_end_where_python_cannot_define_one() -> None:
     made.shutdown()
 
 
+def test_ranks_cannot_be_exchanged_beneath_the_plans() -> None:
+    """A group of gloo alone can be, from torch 2.14 on, and torch would find it."""
+    from topoplan.errors import UsageError
+
+    dist.init_process_group("topoplan", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group: Any = dist.group.WORLD
+        assert not getattr(group, "supports_reconfigure", False)
+        for call in (group.get_reconfigure_handle, lambda: group.reconfigure(None)):
+            with pytest.raises(
+                UsageError, match=r"does not support reconfigure; set TOPOPLAN_ON_FAILURE=shrink"
+            ):
+                call()
+        if hasattr(dist, "_supports_reconfigure"):
+            assert not dist._supports_reconfigure()
+        assert group.group_name == "0"  # torch 2.15 asks for it when the group is made
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.thorough
 @pytest.mark.skipif(
     not hasattr(dist, "get_backend_impl") or "topoplan" not in entry_points(group=GROUP).names,
