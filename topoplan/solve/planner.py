@@ -146,9 +146,9 @@ def plan(
         ``trees``, a name that ``topoplan plan --schedule`` takes, such as ``ring``, or one of
         `topoplan.register_schedule`. Options below other than channels and in_network are for trees.
     method : str
-        ``exact``: the optimum. ``mwu``: multiplicative weights and tree minimisation, as Blink; for ``all_to_all`` paths
-        within ``epsilon`` of the bound. ``three-phase``: over several servers, the best composition of trees inside them
-        (see `topoplan.three_phase`).
+        ``exact``: the optimum. ``mwu``: multiplicative weights and tree minimisation, as Blink; for ``all_to_all``,
+        paths within ``epsilon`` of the bound. ``three-phase``: over several servers, the best composition of trees
+        inside them (see `topoplan.three_phase`).
     channels : str
         ``auto`` (NVLink if it connects the allocation, else NVLink islands with the PCIe between them, else PCIe, else
         either together with the network), ``nvlink``, ``pcie``, ``nvlink+network`` or ``pcie+network``. ``nvlink+pcie``

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.concurrent_flow import concurrent_flow
+from tests.support.demands import Rows, one_hot, some, zipf
 from tests.support.small_fabrics import WRITTEN, machine, switched_machines
 from topoplan.errors import InfeasibleError
 from topoplan.machine.fabric import Fabric
@@ -25,28 +26,6 @@ from topoplan.plans.plan import Plan
 from topoplan.solve.packing import all_to_all, demand_paths
 from topoplan.solve.packing.demand_paths import fill_cut, slowest_cut
 from topoplan.solve.search_control import Deadline
-
-Rows = list[list[int]]
-
-
-def zipf(size: int, seed: int = 0) -> Rows:
-    """Rows of all ranks by the popularity of the receiver, in another order for each seed, with a little noise."""
-    pick = Random(f"zipf {seed}")
-    place = pick.sample(range(size), size)
-    return [
-        [0 if a == b else int(2**20 / (1 + place[b]) ** 1.2) + pick.randrange(1000) for b in range(size)]
-        for a in range(size)
-    ]
-
-
-def some(size: int, seed: int = 0) -> Rows:
-    """Blocks that are missing, small or a hundred times as long, at random."""
-    pick = Random(f"some {seed}")
-    return [[pick.choice((0, 0, 1, 3, 8, 100)) * (a != b) for b in range(size)] for a in range(size)]
-
-
-def one_hot(size: int, seed: int = 0) -> Rows:
-    return [[3_000_000 * (b == seed and a != b) for b in range(size)] for a in range(size)]
 
 
 def servers(name: str, count: int, access: str = "direct") -> Topology:

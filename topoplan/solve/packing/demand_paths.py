@@ -334,8 +334,12 @@ class PieceRouter:
             path = tuple(link for link in row if link != none)
             known = amounts.setdefault((source, destination), {})
             known[path] = known.get(path, 0) + amount
+        whole, every = self.whole.tolist(), Fraction(1)
         return {
-            pair: {path: Fraction(amount, int(self.whole[pair])) for path, amount in parts.items()}
+            pair: {
+                path: every if len(parts) == 1 else Fraction(amount, whole[pair[0]][pair[1]])
+                for path, amount in parts.items()
+            }
             for pair, parts in amounts.items()
         }
 

@@ -135,15 +135,20 @@ def block_shards(fabric: Fabric, demand: DemandMatrix, parts: Mapping[Path, Frac
     is a fraction of the buffer of a rank, of the mean one if buffers differ, so that all shares add up to the number of
     ranks.
     """
-    mean = Fraction(sum(map(sum, demand)), fabric.size)
+    whole = sum(map(sum, demand))
     shards: dict[tuple[int, int], list[tuple[Fraction, Path]]] = {}
     for path, part in parts.items():
         shards.setdefault((path[-1], path[0]), []).append((part, path))
-    return tuple(
-        Shard(part * demand[pair[1]][pair[0]] / mean, (path_stage(fabric, path),))
-        for pair in sorted(shards)
-        for part, path in sorted(shards[pair], key=lambda item: (-item[0], len(item[1]), item[1]))
-    )
+    found = []
+    for destination, source in sorted(shards):
+        amount = demand[source][destination] * fabric.size
+        paths = shards[destination, source]
+        if len(paths) > 1:
+            paths.sort(key=lambda item: (-item[0], len(item[1]), item[1]))
+        for part, path in paths:
+            share = Fraction(part.numerator * amount, part.denominator * whole)
+            found.append(Shard(share, (path_stage(fabric, path),)))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
