@@ -6,8 +6,9 @@ The trees of `topoplan.solve.packing.flow_packing` are packed by the first of th
   program. If that reaches the cut's bound, the plan is optimal.
 - Column generation on the orbits of the fabric's symmetries finds the optimum. The final duals are priced once more in
   whole numbers, so rate and bound are equal as rationals. If a cut proves the same bound, it is the certificate, since
-  people can read it. For a demand it begins with trees under lengths that grow with the loads of the trees before.
-- Within a given gap, a floating-point solver packs such trees (HiGHS, of scipy), and its duals are the lengths.
+  people can read it. For a demand it begins with trees under lengths that grow with the loads of the trees before;
+  among many ranks, with the few of them that floating point packs.
+- Within a given gap, floating point alone packs such trees (HiGHS, of scipy), and its duals are the lengths.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ SPREAD_ROUNDS = 12
 
 FILLED_FROM = 17
 """Ranks from which the links of the slowest cut are filled before the optimum of a demand is searched for."""
+
+NEARLY = 1e-7
+"""Gap to which floating point packs the trees with which the search for the optimum among many ranks begins."""
 
 WEIGHT_PARTS = 1 << 24
 """Parts in which the weights of the trees of a rank are stated, if they are found in floating point."""
@@ -175,7 +179,9 @@ def _optimal_plan(exchange: _Exchange, deadline: Deadline, progress: Callable[[s
     generation = ColumnGeneration(FlowPricing(packing), progress=progress, deadline=deadline)
     target = bound * packing.scale
     spread = demand is not None and fabric.size >= SPREAD_FROM
-    if spread:
+    if spread and fabric.size >= FILLED_FROM:
+        generation.add(list(pack_within(packing, NEARLY, deadline=deadline, progress=progress)[0]))
+    elif spread:
         generation.add(_spread_trees(packing, deadline))
     if not (spread and generation.pack_known(target)) and not generation.run(target):
         while not deadline.over() and _price_again(generation):
@@ -225,18 +231,24 @@ def _lower_plan(
 
 
 def pack_within(
-    packing: FlowPacking, epsilon: float, *, progress: Callable[[str], None] | None = None
+    packing: FlowPacking,
+    epsilon: float,
+    *,
+    deadline: Deadline | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> tuple[dict[TreeColumn, Fraction], OneFabric]:
     """Return weights of trees whose rate is at most ``epsilon`` below a bound, as a fraction, and its lengths.
 
     The weights of every rank add up to 1. The program of the known trees is solved in floating point (HiGHS): the least
-    time in which every rank sends its demand. Trees are priced under its duals, and under the mean of earlier ones.
+    time in which every rank sends its demand. Trees are priced under its duals, and under the mean of earlier ones. At
+    ``deadline`` the weights of the trees so far are returned.
     """
     from scipy.optimize import linprog
     from scipy.sparse import csc_array
 
     limits = np.array([float(limit) for limit in packing.limits])
-    trees = dict.fromkeys(_spread_trees(packing, Deadline(None)))
+    deadline = deadline or Deadline(None)
+    trees = dict.fromkeys(_spread_trees(packing, deadline))
     mean = 1 / limits / len(limits)
     best = 0.0
     lengths = [0] * len(limits)
@@ -276,7 +288,7 @@ def pack_within(
             progress(
                 f"packing: {len(known)} trees of {packing.fabric.size} GPUs, {best / time:.2%} of the bound"
             )
-        if best >= time * (1 - epsilon) or len(trees) == len(known):
+        if best >= time * (1 - epsilon) or len(trees) == len(known) or deadline.over():
             break
     return _whole_weights(known, rows, found.x[:-1]), packing.certificate(lengths)
 

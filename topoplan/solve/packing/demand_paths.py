@@ -14,7 +14,7 @@ only, so that all machines find the same paths.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import lcm
@@ -290,17 +290,17 @@ class PieceRouter:
         for piece in members.tolist():
             if room[full] >= 0:
                 break
-            states = self.states[piece].tolist()
-            at = self.links[piece].tolist().index(full)
-            path = _rejoined(
-                tree, root, states if backwards else states[::-1], at if backwards else len(states) - 2 - at
-            )
-            if not path:
-                continue
-            row = np.array(path if backwards else path[::-1])
-            after, before = graph.links(row), self.links[piece]
-            fresh = after[~np.isin(after, before)]
-            part = min(int(self.amount[piece]), int(room[fresh].min(initial=-room[full])))
+            states, before = self.states[piece].tolist(), self.links[piece]
+            at = before.tolist().index(full)
+            known, last = (states, at) if backwards else (states[::-1], len(states) - 2 - at)
+            part = 0
+            for path in _rejoined(tree, root, known, last):
+                row = np.array(path if backwards else path[::-1])
+                after = graph.links(row)
+                fresh = after[~np.isin(after, before)]
+                part = min(int(self.amount[piece]), int(room[fresh].min(initial=-room[full])))
+                if part > 0:
+                    break
             if part <= 0:
                 continue
             gone = before[(before < graph.none) & ~np.isin(before, after)]
@@ -344,8 +344,8 @@ class PieceRouter:
         }
 
 
-def _rejoined(tree: Sequence[int], root: int, states: Sequence[int], last: int) -> list[int]:
-    """Return a path to a root that leaves a known one as late as it can, up to position ``last``; [] if none does.
+def _rejoined(tree: Sequence[int], root: int, states: Sequence[int], last: int) -> Iterator[list[int]]:
+    """Yield paths to a root that leave a known one at position ``last``, or before, from the latest on.
 
     ``tree`` has the state after each one on its way to the root, negative if there is none.
     """
@@ -355,8 +355,7 @@ def _rejoined(tree: Sequence[int], root: int, states: Sequence[int], last: int) 
             while path[-1] != root:
                 after = tree[path[-1]]
                 path = path[: path.index(after) + 1] if after in path else [*path, after]
-            return path
-    return []
+            yield path
 
 
 def _lengths(used: Real, capacity: Real) -> Real:
