@@ -353,6 +353,31 @@ def test_trees_and_a_ring_run_on_links(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.thorough
 @needs_namespaces
+def test_a_demand_runs_beside_its_direct_sends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Blocks of the demand, in its proportions, by relayed paths and by the best direct ones."""
+    demand = [[0, 8, 1, 1], [1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 1, 0]]
+    path = tmp_path / "plan.json"
+    path.write_text(topoplan.plan("v100x4", "alltoall", demand=demand).to_json(), encoding="utf-8")
+    options = ["--sizes", "256KB", "--scale", "0.001", "--runs", "1", "--json"]
+    assert main(["testbed", str(path), *options]) == 0
+    paths, direct = json.loads(capsys.readouterr().out)["rows"]
+    assert (paths["schedule"], direct["schedule"]) == ("paths", "one-hop")
+    assert direct["line_seconds"] > 1.5 * paths["line_seconds"]
+    assert (paths["wrong"], direct["wrong"]) == (0, 0)
+
+
+@needs_namespaces
+def test_a_demand_has_no_other_rivals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(
+        topoplan.plan("v100x4", "alltoall", demand=[[0, 1, 1, 1]] * 4).to_json(), encoding="utf-8"
+    )
+    assert main(["testbed", str(path), "--schedules", "trees,ring"]) == 2
+    assert "a plan of a demand is compared with one-hop alone, got ring" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+@needs_namespaces
 def test_ranks_plan_around_a_link_that_falls(capsys: pytest.CaptureFixture[str]) -> None:
     """One direction of the two NVLinks between two GPUs; every element is right before, during and after."""
     options = ["--sizes", "2MB", "--gbit-per-link", "0.1", "--runs", "2", "--json"]
