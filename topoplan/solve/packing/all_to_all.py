@@ -57,6 +57,9 @@ FILLED_FROM = 17
 NEARLY = 1e-7
 """Gap to which floating point packs the trees with which the search for the optimum among many ranks begins."""
 
+STRICTER = 0.99
+"""Part of the gap that floating point uses; the rest is for rounding."""
+
 WEIGHT_PARTS = 1 << 24
 """Parts in which the weights of the trees of a rank are stated, if they are found in floating point."""
 
@@ -288,7 +291,7 @@ def pack_within(
             progress(
                 f"packing: {len(known)} trees of {packing.fabric.size} GPUs, {best / time:.2%} of the bound"
             )
-        if best >= time * (1 - epsilon) or len(trees) == len(known) or deadline.over():
+        if best >= time * (1 - epsilon * STRICTER) or len(trees) == len(known) or deadline.over():
             break
     return _whole_weights(known, rows, found.x[:-1]), packing.certificate(lengths)
 
