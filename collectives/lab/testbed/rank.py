@@ -16,18 +16,19 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from math import ceil
+from math import ceil, floor
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.tcp.tcp_backend import TcpBackend
+from collectives.backends.uneven_exchange import demand_of
 from collectives.communicator.communicator import Communicator
 from collectives.lab.benchmark import DIVIDED, METHODS
 from collectives.lab.testbed.sandbox import SandboxJob, ScheduledPlan, cut_links, shape_links
 from collectives.tables.lowering import lower
-from topoplan.errors import BackendError, TopoplanError
+from topoplan.errors import BackendError, TopoplanError, UsageError
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import parse_plan_file
@@ -72,14 +73,26 @@ def _period(rank: int) -> Floats:
 
 
 def sent_counts(demand: Demand, nbytes: int) -> tuple[tuple[int, ...], ...]:
-    """Return the elements that row sends to column, if the mean buffer of a rank has so many bytes; rounded up.
+    """Return the elements that row sends to column, if the mean buffer of a rank has so many bytes.
+
+    UsageError if they are so few that they would run by the plan of another demand.
 
     >>> from topoplan.plans.certificates.certificate import Cut
     >>> sent_counts(Demand(((0, 9), (3, 0)), Cut(("gpu0",))), 1200)
     ((0, 450), (150, 0))
     """
     unit = nbytes / demand.buffer / ITEMSIZE
-    return tuple(tuple(ceil(amount * unit) for amount in row) for row in demand.demand)
+    longest = max(amount for s, row in enumerate(demand.demand) for d, amount in enumerate(row) if s != d)
+    # Only the longest are rounded up: no block then counts as a longer part of them than in the demand.
+    counts = tuple(
+        tuple(ceil(amount * unit) if amount == longest else floor(amount * unit) for amount in row)
+        for row in demand.demand
+    )
+    if demand_of(counts) != demand_of(demand.demand):
+        raise UsageError(
+            f"sizes must be large enough for the proportions of the demand, got {nbytes} bytes; take larger ones"
+        )
+    return counts
 
 
 def received_blocks(counts: Sequence[Sequence[int]], rank: int) -> Floats:
