@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from collectives.backends.request import Counts
-from collectives.backends.uneven_exchange import serving_plan
+from collectives.backends.uneven_exchange import demand_of, serving_plan
 from collectives.tables.lowering import PlanKey
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
 from topoplan.model.schedule_selection import plan_like
-from topoplan.plans.certificates.exchange import DemandMatrix
+from topoplan.plans.certificates.exchange import Demand, DemandMatrix
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
 from topoplan.plans.verify import verify_all
 
@@ -255,8 +255,8 @@ def _power_of_two(value: object) -> TypeGuard[int]:
 class PlanStore:
     """Verified plans of one allocation by collective, root and message size, and their transfer tables.
 
-    The first plans are verified here. Others are made for their topology and channels in the same way (`plan_like`),
-    and verified. Sparse plans raise `UsageError`.
+    The first plans are verified here; if they are of a demand, its counts run by them. Others are made for their
+    topology and channels in the same way (`plan_like`), and verified. Sparse plans raise `UsageError`.
 
     >>> import topoplan
     >>> store = PlanStore(topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 5, 7]))
@@ -273,6 +273,10 @@ class PlanStore:
         self._given = plans
         self._plans: dict[tuple[str, int | None], Plans] = {(plans.collective, plans.root): plans}
         self._of_demands: dict[DemandMatrix, Plans] = {}
+        certificate = plans.plans[-1].certificate
+        given = demand_of(certificate.demand) if isinstance(certificate, Demand) else None
+        if given is not None:
+            self._of_demands[given] = plans
         self.demands_planned = 0
         self._keys: dict[int, tuple[Plan, PlanKey]] = {}
 

@@ -22,6 +22,7 @@ WITH_OPTIONS = (
     "hook",
     "lost_cables",
     "mutations",
+    "planning",
     "published",
     "rejoin",
     "scale",

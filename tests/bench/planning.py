@@ -1,30 +1,110 @@
-"""How long planning takes: the command against its imports, all allocations, and our tree oracle against networkx's."""
+"""How long planning takes: the command against its imports, all allocations, and our tree oracle against networkx's.
+
+``python -m tests.bench planning --demands GPUS`` plans uneven all-to-alls alone, up to so many GPUs.
+"""
 
 from __future__ import annotations
 
 import itertools
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from fractions import Fraction
 from functools import partial
 from math import isinf
 
 import networkx
 
 import topoplan
+from tests.bench.tables import Table
 from tests.bench.timing import medians, seconds_of
+from tests.support.demands import one_hot, uniform, zipf
+from topoplan.cli.arguments import OneLineParser
 from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
+from topoplan.plans.certificates.exchange import Demand
+from topoplan.plans.loads import stage_links
 from topoplan.plans.minimum_trees import cheapest_arborescence
+from topoplan.plans.shards import path_ends
 from topoplan.solve.packing.exact import pack_exact
 from topoplan.solve.packing.multiplicative_weights import pack_mwu
 from topoplan.solve.packing.packing_program import Packing
+from topoplan.units import exact
 
 RUNS = 9
 
 
-def main() -> None:
-    _whole_command()
-    _allocations()
-    _oracles()
+SIZES = (8, 16, 32, 64, 256)
+"""GPUs of the uneven all-to-alls, on servers of eight."""
+
+MOST_ON_TORUS = 32
+"""GPUs of a torus whose optimum takes seconds; beyond only plans within a gap are timed."""
+
+
+def main(words: Sequence[str] = ()) -> None:
+    parser = OneLineParser(prog="python -m tests.bench planning")
+    parser.add_argument(
+        "--demands", type=int, metavar="GPUS", help="plan uneven all-to-alls alone, up to so many"
+    )
+    most = parser.parse_args(list(words)).demands
+    if most is None:
+        _whole_command()
+        _allocations()
+        _oracles()
+    _demands(most or SIZES[-2])
+
+
+def _demands(most: int) -> None:
+    """Plan uneven all-to-alls of more and more GPUs: time, the gap that is proved, and the gain over direct sends."""
+    print("\nuneven all-to-alls, with imports loaded; gain: time of direct sends over that of the plan")
+    table = Table(
+        "machine|<14", "GPUs|4", "demand|<8", "method|<6", "ms|8.0f", "CPU ms|8.0f", "gap|8.3%", "paths|7", "proof|<7",
+        "gain|6.2f",
+    )  # fmt: skip
+    for size in (size for size in SIZES if size <= most):
+        for name, machine in _demand_machines(size):
+            for shape in (uniform, zipf, one_hot):
+                rows = shape(size)
+                direct = _direct_seconds(machine, rows)
+                for method in ("exact", "mwu"):
+                    if method == "exact" and name == "torus" and size > MOST_ON_TORUS:
+                        continue
+                    topoplan.plan(machine, "alltoall", gpus=[0, 1], demand=[[0, 1], [1, 0]], method=method)
+                    started, used = time.perf_counter(), time.process_time()
+                    plan = topoplan.plan(machine, "alltoall", demand=rows, method=method)
+                    taken = (time.perf_counter() - started) * 1e3, (time.process_time() - used) * 1e3
+                    proof = plan.certificate
+                    assert isinstance(proof, Demand)
+                    kind = proof.certificate.kind
+                    gain = direct and direct / float(proof.seconds(exact(plan.rate)))
+                    table.row(
+                        name, size, shape.__name__, method, *taken, plan.gap, plan.num_trees, kind, gain
+                    )
+
+
+def _demand_machines(size: int) -> list[tuple[str, Topology]]:
+    server = topoplan.load("dgx-h100")
+    servers = [topoplan.Server(server, count=size // 8)]
+    cluster = server if size == 8 else topoplan.cluster(servers, nics=8, nic_gbps=400, nic_access="pcie")
+    tori = {8: "torus:2,2,2@25", 16: "torus:4,2,2@25", 32: "torus:4,4,2@25", 64: "torus:4,4,4@25"}
+    found = [("dgx-h100", cluster)]
+    return [*found, ("torus", topoplan.load(tori[size]))] if size in tori else found
+
+
+def _direct_seconds(machine: Topology, rows: Sequence[Sequence[int]]) -> float | None:
+    """Return the seconds of direct sends by the fullest link, as NCCL routes them; None if some pairs have no route."""
+    try:
+        plan = topoplan.one_hop_plan(machine, "alltoall")
+    except topoplan.TopoplanError:
+        return None
+    fabric = Fabric(plan.topology, plan.channels)
+    load = [Fraction(0)] * len(fabric.links)
+    for shard in plan.shards:
+        source, destination = path_ends(shard)
+        for link in stage_links(shard.stages[0], fabric):
+            load[link] += shard.share * len(rows) * rows[source][destination]
+    return max(float(each / width) for each, width in zip(load, fabric.capacity, strict=True)) / 1e9
 
 
 def _whole_command() -> None:

@@ -2,6 +2,8 @@
 
 maximise f   where   flow of source s out of v - into v = f (sum of demand[s]  if v = s, else -demand[s][v]),
                      and the flows of all sources on a link are together at most its capacity.
+
+Without relays, a flow of source s leaves no other rank.
 """
 
 from __future__ import annotations
@@ -15,8 +17,11 @@ from scipy.sparse import lil_matrix
 from topoplan.machine.fabric import Fabric
 
 
-def concurrent_flow(fabric: Fabric, demand: Sequence[Sequence[float]]) -> float:
-    """The largest f such that ``f * demand[s][d]`` GB/s run from every rank s to every rank d at once."""
+def concurrent_flow(fabric: Fabric, demand: Sequence[Sequence[float]], *, relays: bool = True) -> float:
+    """The largest f such that ``f * demand[s][d]`` GB/s run from every rank s to every rank d at once.
+
+    It is 0 if a rank has no path to another that it sends to.
+    """
     nodes, links, size = len(fabric.nodes), len(fabric.links), fabric.size
     last = size * links
     balance = lil_matrix((size * nodes, last + 1))
@@ -31,6 +36,11 @@ def concurrent_flow(fabric: Fabric, demand: Sequence[Sequence[float]]) -> float:
     together = lil_matrix((links, last + 1))
     for number in range(links):
         together[number, number:last:links] = 1
+    closed: list[tuple[float, float | None]] = [
+        (0, None if relays or tail >= size or tail == source else 0)
+        for source in range(size)
+        for tail, _ in fabric.ends
+    ]
     objective = np.zeros(last + 1)
     objective[last] = -1
     found = linprog(
@@ -39,6 +49,7 @@ def concurrent_flow(fabric: Fabric, demand: Sequence[Sequence[float]]) -> float:
         b_ub=[float(c) for c in fabric.capacity],
         A_eq=balance.tocsr(),
         b_eq=np.zeros(size * nodes),
+        bounds=[*closed, (0, None)],
         method="highs",
     )
     assert found.success, found.message

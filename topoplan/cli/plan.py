@@ -134,7 +134,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         --order O               with exact, the first criterion among equal rates: {", ".join(ORDERS)} (default:
                                 height)
         --height H              with exact, most edges between the root of a tree and its leaves, at any rate
-                                (default: no limit)
+                                (default: no limit); with all_to_all, edges of a path: 1 takes direct paths alone
         --time-limit S          with exact, seconds after which the best plan so far is taken, with its true gap
                                 (default: none)
         --tolerance             with exact and more than 32 GPUs that all differ in their measured bandwidths: largest
@@ -577,7 +577,7 @@ def _order_text(plan: Plan, order: str | None, every: bool) -> str:
     if "stopped" in found:
         return "stopped in time; neither heights nor numbers of trees were compared to the end"
     if "height asked" in found and order != "trees":
-        return "a higher rate needs higher trees than were asked for"
+        return f"a higher rate needs higher {tree_noun(plan)}s than were asked for"
     if order is None and not every and "height open" not in found:
         return ""
     if plan.schedule == "three-phase":

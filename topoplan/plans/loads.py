@@ -184,20 +184,22 @@ def link_loads(
     if isinstance(shards, ImageShards) and shards.parts is not None:
         return _loads_of_parts(shards, shards.parts, fabric, part)
     # Many shards have equal shares, so integers are added first.
-    crossings: dict[Fraction, Counter[int]] = {}
+    crossings: dict[tuple[int, int], list[int]] = {}
     for index, (shard, count) in enumerate(shard_counts(shards)):
         for position, stage in enumerate(shard.stages):
-            crossed_by = crossings.setdefault(shard.share * count * stage.weight, Counter())
+            plain = count == 1 and stage.entries is None
+            weight = shard.share if plain else shard.share * count * stage.weight
+            crossed_by = crossings.setdefault(_rational_key(weight), [])
             try:
-                crossed_by.update(stage_links(part(stage) if part else stage, fabric))
+                crossed_by += stage_links(part(stage) if part else stage, fabric)
             except PlanError as error:
                 raise error.within(index, position) from None
-    unit = lcm(*(weight.denominator for weight in crossings))
+    unit = lcm(*(denominator for _, denominator in crossings))
     whole = [0] * len(fabric.links)
-    for weight, times in crossings.items():
-        units = weight.numerator * (unit // weight.denominator)
-        for number, time in times.items():
-            whole[number] += units * time
+    for (numerator, denominator), crossed in crossings.items():
+        units = numerator * (unit // denominator)
+        for number, times in Counter(crossed).items():
+            whole[number] += units * times
     exact = {amount: Fraction(amount, unit) for amount in set(whole)}
     load = [exact[amount] for amount in whole]
     return spread_evenly(load, fabric, shards.generators) if isinstance(shards, ImageShards) else load

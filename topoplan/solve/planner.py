@@ -146,8 +146,9 @@ def plan(
         ``trees``, a name that ``topoplan plan --schedule`` takes, such as ``ring``, or one of
         `topoplan.register_schedule`. Options below other than channels and in_network are for trees.
     method : str
-        ``exact``: the optimum. ``mwu``: multiplicative weights and tree minimisation, as Blink. ``three-phase``: over
-        several servers, the best composition of trees inside them (see `topoplan.three_phase`).
+        ``exact``: the optimum. ``mwu``: multiplicative weights and tree minimisation, as Blink; for ``all_to_all``,
+        paths within ``epsilon`` of the bound. ``three-phase``: over several servers, the best composition of trees
+        inside them (see `topoplan.three_phase`).
     channels : str
         ``auto`` (NVLink if it connects the allocation, else NVLink islands with the PCIe between them, else PCIe, else
         either together with the network), ``nvlink``, ``pcie``, ``nvlink+network`` or ``pcie+network``. ``nvlink+pcie``
@@ -158,10 +159,11 @@ def plan(
         For ``exact``, what comes first among equal rates: ``height`` or ``trees``; ``first`` is ``height`` without the
         search for fewer trees, in a fraction of the time.
     height : int or None
-        For ``exact``, most edges between the root of a tree and its leaves, at whatever rate; None for no limit.
+        For ``exact``, most edges between the root of a tree and its leaves, at whatever rate; None for no limit. For
+        ``all_to_all`` most edges of a path: 1 takes direct paths alone.
     epsilon, threshold : float
         For ``mwu``: most that the packing may stay below the bound, and most that the minimised trees may stay below
-        the bound, or failing that below the packing's rate; as fractions.
+        the bound, or failing that below the packing's rate; as fractions. Paths are not minimised.
     nbytes : int, str or None
         For ``nvlink+pcie``, the size of the buffer in bytes or as "64MB", on which the shares depend, and for ``all``
         and ``all-staged``, whether NVLink alone is faster; None for the limit of large ones.
@@ -244,7 +246,7 @@ def plan(
     if height is not None:
         _check_height(height, method, order)
     if collective == ALL_TO_ALL:
-        _check_paths(method, channels, order, height)
+        _check_paths(method, channels, order, threshold)
     elif demand is not None:
         raise UsageError(f"a demand belongs to alltoall, not to {collective}; leave it out")
     wanted: DemandMatrix | None = None
@@ -279,8 +281,16 @@ def plan(
         made = trivial_plan(fabric, collective, root=asked.root, method=method)
     elif collective == ALL_TO_ALL:
         from topoplan.solve.packing.all_to_all import plan_all_to_all
+        from topoplan.solve.packing.multiplicative_weights import checked_epsilon
 
-        made = plan_all_to_all(fabric, demand=wanted, deadline=deadline, progress=progress)
+        made = plan_all_to_all(
+            fabric,
+            demand=wanted,
+            epsilon=checked_epsilon(epsilon) if method == "mwu" else None,
+            height=height,
+            deadline=deadline,
+            progress=progress,
+        )
     elif method == "mwu":
         made = _plan_mwu(fabric.forwarding_only(), collective, asked.root, epsilon, threshold)
         if fabric.in_network or fabric.helpers:
@@ -379,9 +389,11 @@ def _check_height(height: int, method: str, order: str) -> None:
             )
 
 
-def _check_paths(method: str, channels: str, order: str, height: int | None) -> None:
+def _check_paths(method: str, channels: str, order: str, threshold: float) -> None:
     """Raise UsageError for options that only trees to all ranks have."""
-    limits = (("method", method, "exact"), ("order", order, "height"), ("height", height, None))
+    if method == "three-phase":
+        raise UsageError("an alltoall is planned by method exact or mwu, got three-phase; choose one of them")
+    limits = (("order", order, "height"), ("threshold", threshold, GAP))
     for name, value, only in limits:
         if value != only:
             raise UsageError(

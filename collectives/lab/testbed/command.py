@@ -20,6 +20,7 @@ from topoplan.cli.output import (
 from topoplan.cli.sources import apply_machine_options, read_plan_or_machine
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.topology import Topology
+from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan, check_collective
 from topoplan.schedules.registry import SCHEDULES, make_schedule
 from topoplan.schedules.ring import ring_plan
@@ -47,7 +48,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         """
         --schedules LIST  trees (or the plan of PLAN.json), ring (over NVLink, relayed if needed), pcie-ring,
                           three-phase, one-hop, double-tree, lowest-tree, relay-ring, nccl-ring, nccl-tree (default:
-                          trees,ring; of an all_to_all trees,one-hop)
+                          trees,ring; of an all_to_all trees,one-hop; of the plan of a demand no others)
         --runs N          runs of each schedule and size (default: 3)
         --drop A-B=F      after --runs runs of the first schedule and size, slow a link to this part of its rate, such
                           as gpu0-gpu3=0.1, or cut it (=0), until the ranks have replanned; may be repeated
@@ -258,6 +259,9 @@ def _make_plans(options: argparse.Namespace, progress: Callable[[str], None] | N
     for name in options.schedules or (TREES, beside):
         if name == TREES and isinstance(source, Plan):
             made = source
+        elif isinstance(source, Plan) and isinstance(source.certificate, Demand):
+            plans[name] = _direct_plan(source, source.certificate, name)
+            continue
         elif name == TREES:
             made = make_plan(machine, collective, gpus=gpus, root=root, progress=progress)
         elif name == "ring":
@@ -268,6 +272,13 @@ def _make_plans(options: argparse.Namespace, progress: Callable[[str], None] | N
             made = make_schedule(name, machine, collective, gpus=gpus, root=root)
         plans[made.schedule] = made
     return plans
+
+
+def _direct_plan(source: Plan, demand: Demand, name: str) -> Plan:
+    """Return the best direct sends of the demand of a plan."""
+    if name != "one-hop":
+        raise UsageError(f"a plan of a demand is compared with one-hop alone, got {name}; leave it out")
+    return make_plan(source.topology, source.collective, demand=demand.demand, height=1)
 
 
 def _relaying_ring(

@@ -14,17 +14,22 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from functools import partial
+from math import ceil, floor
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.tcp.tcp_backend import TcpBackend
+from collectives.backends.uneven_exchange import demand_of
 from collectives.communicator.communicator import Communicator
 from collectives.lab.benchmark import DIVIDED, METHODS
 from collectives.lab.testbed.sandbox import SandboxJob, ScheduledPlan, cut_links, shape_links
 from collectives.tables.lowering import lower
-from topoplan.errors import BackendError, TopoplanError
+from topoplan.errors import BackendError, TopoplanError, UsageError
+from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import parse_plan_file
 
@@ -67,6 +72,42 @@ def _period(rank: int) -> Floats:
     return (np.arange(PERIOD) * (rank + 1) % 251).astype(np.float32)
 
 
+def sent_counts(demand: Demand, nbytes: int) -> tuple[tuple[int, ...], ...]:
+    """Return the elements that row sends to column, if the mean buffer of a rank has so many bytes.
+
+    UsageError if they are so few that they would run by the plan of another demand.
+
+    >>> from topoplan.plans.certificates.certificate import Cut
+    >>> sent_counts(Demand(((0, 9), (3, 0)), Cut(("gpu0",))), 1200)
+    ((0, 450), (150, 0))
+    """
+    unit = nbytes / demand.buffer / ITEMSIZE
+    longest = max(amount for s, row in enumerate(demand.demand) for d, amount in enumerate(row) if s != d)
+    # Only the longest are rounded up: no block then counts as a longer part of them than in the demand.
+    counts = tuple(
+        tuple(ceil(amount * unit) if amount == longest else floor(amount * unit) for amount in row)
+        for row in demand.demand
+    )
+    if demand_of(counts) != demand_of(demand.demand):
+        raise UsageError(
+            f"sizes must be large enough for the proportions of the demand, got {nbytes} bytes; take larger ones"
+        )
+    return counts
+
+
+def received_blocks(counts: Sequence[Sequence[int]], rank: int) -> Floats:
+    """Return what a rank receives if the input of every rank is its blocks, one behind the other.
+
+    >>> received_blocks(((0, 2), (1, 1)), 1).tolist()
+    [0.0, 1.0, 2.0]
+    """
+    blocks = []
+    for other, row in enumerate(counts):
+        first = sum(row[:rank])
+        blocks.append(make_input(other, sum(row))[first : first + row[rank]])
+    return np.concatenate(blocks)
+
+
 WARM_UP_BYTES = 16 << 20
 """Bytes of the first, untimed run of a schedule, unless all sizes are smaller: it opens connections and TCP windows."""
 
@@ -106,7 +147,8 @@ def _run_schedule(job: SandboxJob, schedule: ScheduledPlan, number: int, *, plac
     with Communicator(
         plan, backend, chunk_bytes=job.chunk_bytes, on_failure=job.on_failure, on_slow=on_slow
     ) as communicator:
-        for nbytes in (min(WARM_UP_BYTES, *job.sizes), *(job.sizes if job.late else ())):
+        every = job.late or isinstance(plan.certificate, Demand)
+        for nbytes in (min(WARM_UP_BYTES, *job.sizes), *(job.sizes if every else ())):
             _run_once(communicator, plan, nbytes, job.chunk_bytes)
         if job.drop or job.cut:
             _run_dropping(job, communicator, plan, number)
@@ -167,14 +209,20 @@ def _run_once(
     `Communicator.shrink`, and the run is repeated.
     """
     rank, ranks = communicator.ranks[0], communicator.size
-    count = element_count(plan, nbytes)
-    each = count // ranks if plan.collective == "allgather" else count
-    mine = make_input(rank, each)
-    wanted = expected_result(plan.collective, plan.root, rank=rank, ranks=ranks, count=each)
-    method = getattr(communicator, METHODS[plan.collective])
-    # Lower before the clock starts: tables are cached.
-    whole = count * ranks if plan.collective == "alltoall" else count
-    lower(plan, whole, chunk_elements=max(1, chunk_bytes // ITEMSIZE))
+    wanted: Floats | None
+    if isinstance(plan.certificate, Demand):
+        counts = sent_counts(plan.certificate, nbytes)
+        mine, wanted = make_input(rank, sum(counts[rank])), received_blocks(counts, rank)
+        method = partial(communicator.all_to_all_v, send_counts=counts[rank])
+    else:
+        count = element_count(plan, nbytes)
+        each = count // ranks if plan.collective == "allgather" else count
+        mine = make_input(rank, each)
+        wanted = expected_result(plan.collective, plan.root, rank=rank, ranks=ranks, count=each)
+        method = getattr(communicator, METHODS[plan.collective])
+        # Lower before the clock starts: tables are cached.
+        whole = count * ranks if plan.collective == "alltoall" else count
+        lower(plan, whole, chunk_elements=max(1, chunk_bytes // ITEMSIZE))
     said = communicator._gather_texts(repr(time.monotonic()))
     start = max(map(float, said)) + START_DELAY
     time.sleep(max(0.0, start + late - time.monotonic()))

@@ -252,6 +252,24 @@ def test_calls_of_near_counts_share_a_plan() -> None:
     assert planned == [0, 0, 1, 1, 1, 2, 2]
 
 
+@pytest.mark.parametrize(("height", "crossed"), [(1, 1), (None, 1.2)])
+def test_a_plan_of_a_demand_runs_its_counts(height: int | None, crossed: float) -> None:
+    """Even if another one would be faster: direct paths cross one link each, relayed ones more."""
+    hot = [[0, 800, 30, 20], [40, 0, 90, 10], [10, 10, 0, 20], [10, 10, 10, 0]]
+    plan = topoplan.plan("v100x4", "alltoall", demand=hot, height=height)
+    moved = 4 * sum(map(sum, hot))
+    with Communicator(plan) as comm:
+        for times in (1, 4):
+            rows = [[count * times for count in row] for row in hot]
+            arrays = inputs(rows)
+            before = sum(comm.bytes_sent().values())
+            for found, wanted in zip(comm.all_to_all_v(arrays, rows), exchanged(arrays, rows), strict=True):
+                assert np.array_equal(found, wanted)
+            sent = sum(comm.bytes_sent().values()) - before
+            assert sent == moved * times if height else sent > crossed * moved * times
+        assert comm._members.execution.store.demands_planned == 0
+
+
 def as_lengths(rows: Rows) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(count * (r != s) for s, count in enumerate(row)) for r, row in enumerate(rows))
 

@@ -19,6 +19,7 @@ import pytest
 
 import topoplan
 from collectives import Communicator
+from collectives.backends.uneven_exchange import demand_of
 from collectives.lab.benchmark import METHODS
 from collectives.lab.testbed import sandbox
 from collectives.lab.testbed.network import (
@@ -37,13 +38,15 @@ from collectives.lab.testbed.network import (
     wires_file,
     with_management,
 )
-from collectives.lab.testbed.rank import expected_result, make_input
+from collectives.lab.testbed.rank import expected_result, make_input, sent_counts
 from collectives.lab.testbed.run import MAX_RUNS_DURING, PHASES, ScheduleMeasurement, ShapedRunOutcome
 from tests.support.hand_plans import forest_plan
 from tests.support.small_machines import tailed_triangle, thin_cycle
 from topoplan.cli.main import main
 from topoplan.errors import PlanError, UsageError
 from topoplan.machine.variants import cables
+from topoplan.plans.certificates.certificate import Cut
+from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 
@@ -349,6 +352,46 @@ def test_trees_and_a_ring_run_on_links(tmp_path: Path, capsys: pytest.CaptureFix
         assert row["seconds"] > row["line_seconds"] / 2
     for link in shown["links"]:
         assert 0 < link["measured"] < 1.5 * link["shaped"]
+
+
+@pytest.mark.thorough
+@needs_namespaces
+def test_a_demand_runs_beside_its_direct_sends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Blocks of the demand, in its proportions, by relayed paths and by the best direct ones."""
+    demand = [[0, 8, 1, 1], [1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 1, 0]]
+    path = tmp_path / "plan.json"
+    path.write_text(topoplan.plan("v100x4", "alltoall", demand=demand).to_json(), encoding="utf-8")
+    options = ["--sizes", "256KB", "--scale", "0.001", "--runs", "1", "--json"]
+    assert main(["testbed", str(path), *options]) == 0
+    paths, direct = json.loads(capsys.readouterr().out)["rows"]
+    assert (paths["schedule"], direct["schedule"]) == ("paths", "one-hop")
+    assert direct["line_seconds"] > 1.5 * paths["line_seconds"]
+    assert (paths["wrong"], direct["wrong"]) == (0, 0)
+
+
+@pytest.mark.parametrize("nbytes", [1000, 262144, 999_999, 8 << 20])
+@pytest.mark.parametrize("kept", [0, 50])
+def test_counts_keep_the_proportions_of_their_demand(nbytes: int, kept: int) -> None:
+    """So they run by the plan of the demand, whatever the size; too few elements are refused."""
+    rows = ((kept, 8, 1, 1), (1, 0, 1, 1), (1, 1, kept, 1), (1, 1, 1, 0))
+    demand = Demand(rows, Cut(("gpu0",)))
+    counts = sent_counts(demand, nbytes)
+    assert demand_of(counts) == demand_of(rows)
+    assert abs(sum(map(sum, counts)) - nbytes) < 16
+    with pytest.raises(
+        UsageError, match="sizes must be large enough for the proportions of the demand, got 16"
+    ):
+        sent_counts(demand, 16)
+
+
+@needs_namespaces
+def test_a_demand_has_no_other_rivals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(
+        topoplan.plan("v100x4", "alltoall", demand=[[0, 1, 1, 1]] * 4).to_json(), encoding="utf-8"
+    )
+    assert main(["testbed", str(path), "--schedules", "trees,ring"]) == 2
+    assert "a plan of a demand is compared with one-hop alone, got ring" in capsys.readouterr().err
 
 
 @pytest.mark.thorough

@@ -210,7 +210,7 @@ plan v100x4 --survive 1 --method mwu  |  --method
 plan v100x4 --survive 1 --channels nvlink+pcie  |  take one forest, not channels nvlink+pcie
 # all-to-all
 plan dgx-1v --collective alltoall --sizes  |  all_to_all is planned by paths
-plan dgx-1v --collective alltoall --method three-phase  |  method 'three-phase' does not apply
+plan dgx-1v --collective alltoall --method three-phase  |  by method exact or mwu, got three-phase
 plan dgx-1v --collective alltoall --schedule ring
     |  unknown to trees and rings; use topoplan.plan, or the schedule one-hop
 plan dgx-1v --collective alltoall --channels nvlink+pcie  |  takes one choice of links

@@ -18,7 +18,7 @@ from tests.support.concurrent_flow import concurrent_flow
 from tests.support.irregular_fabrics import KINDS, irregular
 from tests.support.refusals import refused
 from tests.support.small_fabrics import direct_machines, machine, switched_machines
-from topoplan.errors import InfeasibleError, PlanError, UsageError
+from topoplan.errors import InfeasibleError, Note, PlanError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.certificate import Channels, Cut, Lengths
@@ -124,27 +124,101 @@ def known_machines() -> dict[str, Topology]:
         "ring": machine(4, ring),
         "switch": machine(4, ports, switches=1),
         "dgx-1v": topoplan.load("dgx-1v"),
+        "servers": machine(8, servers(), switches=3),
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "demand", "seconds"),
-    [
-        ("mesh", [[0, 8, 1, 1], [1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 1, 0]], Fraction(2, 15)),
-        ("ring", [[0, 0, 4, 0], [0, 0, 0, 0], [0, 0, 0, 2], [1, 0, 0, 0]], Fraction(1, 25)),
-        ("switch", [[0, 3, 6, 0], [0, 0, 6, 3], [3, 3, 0, 3], [0, 6, 3, 0]], Fraction(1, 5)),
-        ("dgx-1v", [[0] + [1] * 7, *([4] + [0] * 7 for _ in range(7))], Fraction(14, 75)),
-    ],
-)
+def servers() -> dict[tuple[str, str], float]:
+    """Links of two servers of four GPUs: 300 GB/s to an NVSwitch, 25 GB/s of each GPU to a flat network."""
+    wires = {}
+    for rank in range(8):
+        for end, width in ((f"sw{rank // 4}", 300.0), ("sw2", 25.0)):
+            wires[f"gpu{rank}", end] = wires[end, f"gpu{rank}"] = width
+    return wires
+
+
+KNOWN_DEMANDS: list[tuple[str, list[list[int]], str, str | None]] = [
+    ("mesh", [[0, 8, 1, 1], [1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 1, 0]], "2/15", "8/25"),
+    ("ring", [[0, 0, 4, 0], [0, 0, 0, 0], [0, 0, 0, 2], [1, 0, 0, 0]], "1/25", None),
+    ("switch", [[0, 3, 6, 0], [0, 0, 6, 3], [3, 3, 0, 3], [0, 6, 3, 0]], "1/5", "1/5"),
+    ("dgx-1v", [[0] + [1] * 7, *([4] + [0] * 7 for _ in range(7))], "14/75", None),
+    ("servers", [[0] * 4 + [3, 1, 1, 1]] * 4 + [[1] * 4 + [0] * 4] * 4, "6/25", "12/25"),
+]
+"""Machines, GB from row to column, and the least seconds with relays, and of direct paths alone if they lead to all.
+
+Each equals its dual by shortest paths.
+"""
+
+
+def seconds_of(plan: Plan) -> Fraction:
+    """The recomputed time of a demand in GB."""
+    rate = topoplan.verify(plan).exact_rate
+    assert isinstance(plan.certificate, Demand)
+    assert rate is not None
+    return plan.certificate.buffer / rate
+
+
+@pytest.mark.parametrize(("name", "demand", "seconds", "direct"), KNOWN_DEMANDS)
 @pytest.mark.parametrize("spread_from", [2, 9])
 def test_a_demand_in_gb_takes_the_known_seconds(
-    name: str, demand: list[list[int]], seconds: Fraction, spread_from: int
+    name: str, demand: list[list[int]], seconds: str, direct: str | None, spread_from: int
 ) -> None:
-    """Least times by flows of each source, which equal their duals by shortest paths."""
     with mock.patch.object(all_to_all, "SPREAD_FROM", spread_from):
         plan = topoplan.plan(known_machines()[name], "alltoall", demand=demand)
-    assert isinstance(plan.certificate, Demand)
-    assert plan.certificate.buffer / exact_rate(plan) == seconds
+    assert topoplan.verify(plan).optimal
+    assert seconds_of(plan) == Fraction(seconds)
+
+
+@pytest.mark.parametrize(("name", "demand", "seconds", "direct"), KNOWN_DEMANDS)
+def test_direct_paths_take_the_known_seconds(
+    name: str, demand: list[list[int]], seconds: str, direct: str | None
+) -> None:
+    """The bound is that of relayed paths, and the note says which height was asked."""
+    if direct is None:
+        with refused(UsageError, begins="height must allow a path from rank"):
+            topoplan.plan(known_machines()[name], "alltoall", demand=demand, height=1)
+        return
+    plan = topoplan.plan(known_machines()[name], "alltoall", demand=demand, height=1)
+    assert plan.height == 1
+    assert seconds_of(plan) == Fraction(direct)
+    assert [note.kind for note in plan.notes if isinstance(note, Note)] == ["height asked"] * (
+        direct != seconds
+    )
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(100))
+def test_a_random_demand_takes_the_time_of_a_linear_program(seed: int) -> None:
+    """With relays, by direct paths alone, and within a gap: flows of each source, by scipy's HiGHS."""
+    pick = Random(f"demand {seed}")
+    size = pick.randint(3, 6)
+    pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
+    wires = {
+        (f"gpu{a}", f"gpu{b}"): pick.randint(1, 400) / 8
+        for a, b in pairs
+        if (b - a) % size == 1 or pick.random() < 0.5
+    }
+    if pick.random() < 0.5:
+        for rank in range(size):
+            wires[f"gpu{rank}", "sw0"] = wires["sw0", f"gpu{rank}"] = float(pick.randint(1, 50))
+    made = machine(size, wires, switches=1)
+    demand = [[pick.choice((0, 0, 1, 3, 40, 999)) for _ in range(size)] for _ in range(size)]
+    demand[0][1] += 1
+    plan = topoplan.plan(made, "alltoall", demand=demand)
+    fabric, mean = Fabric(plan.topology, plan.channels), sum(map(sum, demand)) / size
+    best = concurrent_flow(fabric, demand)
+    assert float(exact_rate(plan)) == pytest.approx(mean * best, rel=1e-7)
+    near = topoplan.plan(made, "alltoall", demand=demand, method="mwu", epsilon=0.02)
+    report = topoplan.verify(near)
+    assert 0.98 * report.bound <= report.rate <= plan.rate <= report.bound * (1 + 1e-12)
+    direct = concurrent_flow(fabric, demand, relays=False)
+    if direct < best * 1e-9:
+        with refused(UsageError, begins="height must allow a path from rank"):
+            topoplan.plan(made, "alltoall", demand=demand, height=1)
+        return
+    one = topoplan.plan(made, "alltoall", demand=demand, height=1)
+    assert one.height == 1
+    assert topoplan.verify(one).rate == pytest.approx(mean * direct, rel=1e-7)
 
 
 @pytest.mark.thorough
@@ -186,7 +260,10 @@ def test_a_demand_that_is_none_is_refused_in_a_line(demand: list[list[float]], m
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "mwu"}, "method 'mwu' does not apply"),
+        ({"method": "mwu", "threshold": 0.1}, "threshold 0.1 does not apply"),
+        ({"method": "mwu", "epsilon": 0.6}, "epsilon 0.6 must be from 0.002 to 0.5"),
+        ({"method": "mwu", "height": 1}, "height goes with method 'exact', not 'mwu'"),
+        ({"method": "three-phase"}, "by method exact or mwu, got three-phase"),
         ({"order": "trees"}, "order 'trees' does not apply"),
         ({"channels": "nvlink+pcie"}, "one choice of links"),
         ({"root": 0}, "alltoall has no root"),

@@ -219,7 +219,7 @@ def test_heights_beyond_the_tables_are_searched_on_orbits() -> None:
         ({"height": 0}, "a height of 0 has no edge"),
         ({"height": 2, "order": "trees"}, "goes with order 'height'"),
         ({"height": 2, "method": "mwu"}, "goes with method 'exact'"),
-        ({"height": 2, "collective": "alltoall"}, "height 2 does not apply"),
+        ({"height": 1, "collective": "alltoall"}, "height must allow a path from rank 0 .* got 1; raise it"),
     ],
 )
 def test_heights_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:

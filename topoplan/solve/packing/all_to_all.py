@@ -1,30 +1,27 @@
-"""Pack the optimal all-to-all: flows from every source at once, as paths with shares, and their certificate.
+"""Plan the best all-to-all, for equal blocks or a demand, with the certificate that proves it.
 
-    maximise f, subject to   sum of x(T) usage(T, L) <= capacity(L),   sum of x(T) over the trees of rank s = f,
+The trees of `topoplan.solve.packing.flow_packing` are packed by the first of these that applies:
 
-where a tree of rank s leads from s to every rank that s sends to, and x(T) is the rate at which it serves a unit of
-the demand of each. Flows of one source that meet the demand are mixtures of such trees (Ford and Fulkerson 1962),
-so with one row for each source instead of one for each pair the optimum is that of the concurrent flow problem
-(Shahrokhi and Matula 1990). Its dual gives every link a length, and the cheapest tree is one of shortest paths
-(Dijkstra 1959), priced in whole numbers of any size. Ranks may relay; among paths of equal length those with few
-relaying ranks are taken, then those of few links.
-
-Plans of a demand among many ranks begin with trees under lengths that grow with the loads of the trees before, as in
-multiplicative weights. Column generation runs on the orbits of the fabric's symmetries, and the final duals are priced
-once more in whole numbers, so rate and bound are equal as rationals. If a cut proves the same bound, it is the
-certificate, since people can read it.
+- A demand among many ranks fills the links of its slowest cut (`topoplan.solve.packing.demand_paths`), without a
+  program. If that reaches the cut's bound, the plan is optimal.
+- Column generation on the orbits of the fabric's symmetries finds the optimum. The final duals are priced once more in
+  whole numbers, so rate and bound are equal as rationals. If a cut proves the same bound, it is the certificate, since
+  people can read it. For a demand it begins with trees under lengths that grow with the loads of the trees before;
+  among many ranks, with the few of them that floating point packs.
+- Within a given gap, floating point alone packs such trees (HiGHS, of scipy), and its duals are the lengths.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import pairwise
 from math import gcd, lcm
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from topoplan.errors import Note, UsageError
 from topoplan.machine.fabric import Fabric
@@ -33,223 +30,14 @@ from topoplan.plans.certificates.certificate import Certificate, Cut, OneFabric
 from topoplan.plans.certificates.exchange import Demand, DemandMatrix
 from topoplan.plans.certificates.forest_length import zero_length_components
 from topoplan.plans.plan import ALL_TO_ALL, Plan
-from topoplan.plans.shards import Edge, Shard, Stage
+from topoplan.plans.shards import Shard
 from topoplan.solve.cuts_and_partitions import exchange_bounds, lowest, proved_bounds
 from topoplan.solve.packing.column_generation import ColumnGeneration
-from topoplan.solve.packing.packing_program import Packing, Pricing, TreeColumn, length_of
-from topoplan.solve.route_table import RouteTable
+from topoplan.solve.packing.demand_paths import fill_cut
+from topoplan.solve.packing.flow_packing import FlowPacking, FlowPricing, Path, block_shards
+from topoplan.solve.packing.packing_program import TreeColumn, length_of
 from topoplan.solve.search_control import SEARCH_UNFINISHED, Deadline, time_limit_note
 from topoplan.solve.symmetry.symmetry_search import find_symmetry
-
-Path = tuple[int, ...]
-"""Nodes of a fabric from a source to a destination; a single node for data that a rank keeps."""
-
-
-@dataclass(frozen=True, slots=True)
-class PathTree:
-    """A tree of shortest paths from a rank.
-
-    ``parents`` is for every state of the graph of routes, in layers if the height is limited: -1 for the root and for
-    unused states. ``reached`` is the state at which each rank is reached, -1 for ranks out of reach; ``usage`` is the
-    demand that crosses the links of each row.
-    """
-
-    root: int
-    reached: tuple[int, ...]
-    parents: tuple[int, ...]
-    usage: tuple[int, ...]
-
-    def paths(self, fabric: Fabric, wanted: Sequence[int]) -> list[Path]:
-        """Return the path to every rank with a demand above 0."""
-        paths, nodes = [], fabric.route_graph.nodes
-        for rank, amount in enumerate(wanted):
-            if amount and rank != self.root:
-                state, path = self.reached[rank], [rank]
-                while state != self.root:
-                    state = self.parents[state]
-                    path.append(nodes[state % len(nodes)])
-                paths.append(tuple(path[::-1]))
-        return paths
-
-
-def shortest_path_tree(
-    fabric: Fabric,
-    leaving: Sequence[Sequence[tuple[int, int]]],
-    root: int,
-    wanted: Sequence[int],
-    lengths: Sequence[int],
-    *,
-    height: int | None = None,
-) -> PathTree | None:
-    """Return the tree of shortest paths from a rank to all that ``wanted`` has a demand for, under lengths of the rows.
-
-    ``leaving`` gives for every state of the fabric's graph of routes the next states and the rows of the links to them.
-    ``height`` limits the edges on a path from rank to rank; the tree then has a layer of states for each number of
-    edges so far. None is returned if a path takes more edges, or does not exist.
-    """
-    size, nodes = fabric.size, len(leaving)
-    layers = 1 if height is None else height + 1
-    parent, entered = [-1] * (layers * nodes), [-1] * (layers * nodes)
-    best: dict[int, tuple[int, int, int]] = {root: (0, 0, 0)}
-    heap = [(0, 0, 0, root)]
-    settled: list[int] = []
-    ends: dict[int, int] = {}
-    seen = [False] * (layers * nodes)
-    while heap:
-        reach, edges, links, state = heapq.heappop(heap)
-        if seen[state]:
-            continue
-        seen[state] = True
-        settled.append(state)
-        node = state % nodes
-        ends.setdefault(node, state)
-        if edges == height:
-            continue
-        for end, row in leaving[node]:
-            further = edges + (end < size)
-            there = (reach + lengths[row], further, links + 1)
-            if height is not None and further > height:
-                continue
-            after = end if layers == 1 else further * nodes + end
-            if not seen[after] and (after not in best or there < best[after]):
-                best[after] = there
-                parent[after], entered[after] = state, row
-                heapq.heappush(heap, (*there, after))
-    carried = [0] * (layers * nodes)
-    for rank, amount in enumerate(wanted):
-        if amount and rank not in ends:
-            return None
-        if amount:
-            carried[ends[rank]] = amount
-    usage = [0] * len(lengths)
-    for state in reversed(settled[1:]):
-        if not carried[state]:
-            parent[state] = -1
-            continue
-        carried[parent[state]] += carried[state]
-        usage[entered[state]] += carried[state]
-    return PathTree(root, tuple(ends.get(rank, -1) for rank in range(size)), tuple(parent), tuple(usage))
-
-
-def path_stage(fabric: Fabric, path: Sequence[int]) -> Stage:
-    """Return a chain of edges along a path of nodes of a fabric, one from each rank on it to the next."""
-    names = [fabric.nodes[node] for node in path]
-    stops = [place for place, node in enumerate(path) if node < fabric.size]
-    edges = []
-    for start, stop in pairwise(stops):
-        route = tuple(names[start : stop + 1])
-        links = [fabric.link_index[ends] for ends in pairwise(route)]
-        edges.append(Edge(path[start], path[stop], route, fabric.channel_of(links)))
-    return Stage("broadcast", path[0], tuple(edges))
-
-
-@dataclass(frozen=True)
-class FlowPacking(Packing):
-    """The packing problem of an all-to-all, perhaps up to symmetries.
-
-    ``down`` of its columns holds the parent of every node of the fabric, in layers if the height is limited, -1 for
-    the root and for unused nodes; ``up`` the node at which each rank is reached. The root is None, and symmetries keep
-    the demand.
-
-    ``demand`` from row to column is in any unit; data that a rank keeps crosses no link.
-    """
-
-    demand: tuple[tuple[int, ...], ...] = ()
-
-    @cached_property
-    def roots(self) -> tuple[int, ...]:
-        """The first rank of every orbit that sends data over links."""
-        return tuple(
-            rank for rank in self.orbits.first_ranks if sum(self.demand[rank]) > self.demand[rank][rank]
-        )
-
-    @cached_property
-    def shared(self) -> bool:
-        return True
-
-    @cached_property
-    def rate_of_one(self) -> Fraction:
-        """Units of demand in the mean buffer of a rank: the program's value is the rate of one unit."""
-        return Fraction(sum(map(sum, self.demand)), self.fabric.size)
-
-    @cached_property
-    def _leaving(self) -> list[list[tuple[int, int]]]:
-        """For every state of the graph of routes, the next states and the rows of the links to them."""
-        row_of = self.orbits.row_of_link.tolist()
-        return [[(dst, row_of[link]) for link, dst in row] for row in self.fabric.route_graph.leaving()]
-
-    def shortest_paths(
-        self, root: int, lengths: Sequence[int], height: int | None = None
-    ) -> TreeColumn | None:
-        """Return the tree of shortest paths from a rank to all its destinations, under lengths of the rows.
-
-        ``height`` limits the edges on a path from rank to rank; the tree then has a layer of states for each number of
-        edges so far. None is returned if a path takes more edges.
-        """
-        found = shortest_path_tree(
-            self.fabric,
-            self._leaving,
-            root,
-            self.demand[root],
-            lengths,
-            height=height,
-        )
-        if found is None:
-            return None
-        return TreeColumn(
-            root, found.reached, found.parents, found.usage, RouteTable(self.orbits, tuple(lengths))
-        )
-
-    def shards(self, weights: Mapping[TreeColumn, Fraction]) -> tuple[Shard, ...]:
-        """Return the shards of a plan: paths in the order of destination, source and share.
-
-        Data that a rank keeps is a shard without edges. A share is a fraction of the buffer of a rank, of the mean one
-        if buffers differ, so that all shares add up to the number of ranks.
-        """
-        found: dict[Path, Fraction] = {}
-        for path, part in self._parts_of_paths(weights):
-            found[path] = found.get(path, Fraction(0)) + part
-        shards: dict[tuple[int, int], list[tuple[Fraction, Path]]] = {}
-        for path, part in found.items():
-            shards.setdefault((path[-1], path[0]), []).append((part, path))
-        return tuple(
-            Shard(part * self.demand[pair[1]][pair[0]] / self.rate_of_one, (path_stage(self.fabric, path),))
-            for pair in sorted(shards)
-            for part, path in sorted(shards[pair], key=lambda item: (-item[0], len(item[1]), item[1]))
-        )
-
-    def _parts_of_paths(self, weights: Mapping[TreeColumn, Fraction]) -> Iterator[tuple[Path, Fraction]]:
-        """Yield every path with its part of its pair's demand; the parts of a pair add up to 1."""
-        totals: dict[int, Fraction] = {}
-        for tree, weight in weights.items():
-            totals[tree.root] = totals.get(tree.root, Fraction(0)) + weight
-        elements = [element.tolist() for element in self.orbits.elements]
-        orbit_size = dict(zip(self.roots, self.root_counts, strict=True))
-        for tree, weight in weights.items():
-            paths = self.paths(tree)
-            images = Counter(tuple(element[node] for node in path) for element in elements for path in paths)
-            part = weight / totals[tree.root] * Fraction(orbit_size[tree.root], len(elements))
-            for path, count in images.items():
-                yield path, part * count
-        for rank in range(self.fabric.size):
-            if self.demand[rank][rank]:
-                yield (rank,), Fraction(1)
-
-    def paths(self, tree: TreeColumn) -> list[Path]:
-        """Return the path to every rank that the tree's root sends to."""
-        return PathTree(tree.root, tree.up, tree.down, tree.usage).paths(self.fabric, self.demand[tree.root])
-
-
-@dataclass(frozen=True)
-class FlowPricing(Pricing):
-    """Cheapest columns of an all-to-all: shortest paths, exact."""
-
-    packing: FlowPacking
-
-    def cheapest(self, lengths: Sequence[int], effort: int = 0) -> dict[int, TreeColumn]:
-        trees = (self.packing.shortest_paths(root, lengths, self.height) for root in self.packing.roots)
-        return {place: tree for place, tree in enumerate(trees) if tree is not None}
-
 
 Matrix = Sequence[Sequence[float]]
 """Bytes that row sends to column."""
@@ -263,6 +51,18 @@ SPREAD_FROM = 9
 SPREAD_ROUNDS = 12
 """Trees of each rank that are tried then; 32 GPUs on 4 servers have 8 different ones, one for each NIC."""
 
+FILLED_FROM = 17
+"""Ranks from which the links of the slowest cut are filled before the optimum of a demand is searched for."""
+
+NEARLY = 1e-7
+"""Gap to which floating point packs the trees with which the search for the optimum among many ranks begins."""
+
+STRICTER = 0.99
+"""Part of the gap that floating point uses; the rest is for rounding."""
+
+WEIGHT_PARTS = 1 << 24
+"""Parts in which the weights of the trees of a rank are stated, if they are found in floating point."""
+
 LENGTH_PARTS = 1 << 20
 """Parts of the longest link in which lengths are rounded to whole numbers."""
 
@@ -270,67 +70,243 @@ MOST_BYTES = 1 << 53
 """Bytes of one pair up to which a JSON number is exact everywhere."""
 
 
+@dataclass(frozen=True)
+class _Exchange:
+    """The blocks between all ranks of a fabric; ``units`` is their demand without common divisor."""
+
+    fabric: Fabric
+    demand: DemandMatrix | None
+
+    @cached_property
+    def units(self) -> DemandMatrix:
+        if self.demand is None:
+            return ((1,) * self.fabric.size,) * self.fabric.size
+        common = gcd(*(amount for row in self.demand for amount in row))
+        return tuple(tuple(amount // common for amount in row) for row in self.demand)
+
+    def stated(self, certificate: OneFabric) -> Certificate:
+        """Return the certificate of a plan for one of links."""
+        return certificate if self.demand is None else Demand(self.demand, certificate)
+
+    def proofs(self, certificates: Sequence[OneFabric]) -> list[tuple[Fraction, Certificate]]:
+        """Return the bounds that certificates of links prove."""
+        return proved_bounds([self.stated(one) for one in certificates], self.fabric, ALL_TO_ALL, None)
+
+    def plan(
+        self, shards: Sequence[Shard], certificate: Certificate, method: str, notes: Sequence[str] = ()
+    ) -> Plan:
+        """Return the plan of some shards."""
+        return build_plan(
+            self.fabric,
+            ALL_TO_ALL,
+            root=None,
+            shards=shards,
+            certificate=certificate,
+            schedule="paths",
+            method=method,
+            notes=notes,
+        )
+
+
 def plan_all_to_all(
     fabric: Fabric,
     *,
     demand: DemandMatrix | None = None,
+    epsilon: float | None = None,
+    height: int | None = None,
     deadline: Deadline | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Return the optimal all-to-all among two or more connected ranks.
 
-    ``demand`` is as `check_demand` returns it; None if all pairs exchange the same. At ``deadline`` the best plan so
-    far is taken.
+    ``demand`` is as `check_demand` returns it; None if all pairs exchange the same. With ``epsilon`` the plan may stay
+    that fraction below its bound. ``height`` limits the edges of a path, and the bound is still that of all paths. At
+    ``deadline`` the best plan so far is taken.
     """
     deadline = deadline or Deadline(None)
+    exchange = _Exchange(fabric, demand)
+    made = None
+    if epsilon is not None:
+        gap = Fraction(epsilon)
+        made = _filled_plan(exchange, "mwu", deadline, slack=gap / (1 - gap))
+        return made or _plan_within(exchange, epsilon, progress)
+    if demand is not None and fabric.size >= FILLED_FROM:
+        made = _filled_plan(exchange, "exact", deadline)
+    if made is None or made.gap:
+        made = _optimal_plan(exchange, deadline, progress)
+    if height is not None and made.height > height:
+        made = _lower_plan(exchange, height, made.certificate, deadline, progress)
+    return made
+
+
+def _filled_plan(
+    exchange: _Exchange, method: str, deadline: Deadline, *, slack: Fraction = Fraction(0)
+) -> Plan | None:
+    """Return the plan that fills the links of the slowest cut, if there is one."""
+    fabric, units = exchange.fabric, exchange.units
+    filled = fill_cut(fabric, units, slack=slack, deadline=deadline)
+    if filled is None:
+        return None
+    parts: dict[Path, Fraction] = {(rank,): Fraction(1) for rank in range(fabric.size) if units[rank][rank]}
+    for (source, _), paths in filled.paths.items():
+        parts |= {(source, *(fabric.ends[link][1] for link in path)): part for path, part in paths.items()}
+    tallest = max(sum(node < fabric.size for node in path) - 1 for path in parts)
+    notes = _height_notes(tallest) if method == "exact" else ()
+    return exchange.plan(block_shards(fabric, units, parts), exchange.stated(filled.cut), method, notes)
+
+
+def _height_notes(tallest: int) -> tuple[str, ...]:
+    """Return the note that lower paths were not searched, if there may be any."""
+    text = f"height {tallest} is that of the first optimum; lower ones were not tried"
+    return (Note(text, "height open"),) if tallest > 1 else ()
+
+
+def _plan_within(exchange: _Exchange, epsilon: float, progress: Callable[[str], None] | None) -> Plan:
+    """Return a plan that stays at most ``epsilon`` below its bound, as a fraction."""
+    fabric = exchange.fabric
+    packing = FlowPacking(fabric, ALL_TO_ALL, None, (), exchange.units)
+    weights, lengths = pack_within(packing, epsilon, progress=progress)
+    known = exchange.proofs((*exchange_bounds(fabric), *_candidate_cuts(lengths, fabric), lengths))
+    return exchange.plan(packing.shards(weights), lowest(known)[1], "mwu")
+
+
+def _optimal_plan(exchange: _Exchange, deadline: Deadline, progress: Callable[[str], None] | None) -> Plan:
+    """Return the optimum by column generation."""
+    fabric, demand = exchange.fabric, exchange.demand
     generators: tuple[tuple[int, ...], ...] = ()
     if demand is None:
-        units: DemandMatrix = ((1,) * fabric.size,) * fabric.size
         generators = tuple(tuple(each.tolist()) for each in find_symmetry(fabric, largest=fabric.size))
-    else:
-        common = gcd(*(amount for row in demand for amount in row))
-        units = tuple(tuple(amount // common for amount in row) for row in demand)
-
-    def proofs(certificates: Sequence[OneFabric]) -> list[tuple[Fraction, Certificate]]:
-        stated: list[Certificate] = [one if demand is None else Demand(demand, one) for one in certificates]
-        return proved_bounds(stated, fabric, ALL_TO_ALL, None)
-
-    packing = FlowPacking(fabric, ALL_TO_ALL, None, generators, units)
-    known = proofs(exchange_bounds(fabric))
+    packing = FlowPacking(fabric, ALL_TO_ALL, None, generators, exchange.units)
+    known = exchange.proofs(exchange_bounds(fabric))
     bound, certificate = lowest(known)
     generation = ColumnGeneration(FlowPricing(packing), progress=progress, deadline=deadline)
     target = bound * packing.scale
     spread = demand is not None and fabric.size >= SPREAD_FROM
-    if spread:
+    if spread and fabric.size >= FILLED_FROM:
+        generation.add(list(pack_within(packing, NEARLY, deadline=deadline, progress=progress)[0]))
+    elif spread:
         generation.add(_spread_trees(packing, deadline))
     if not (spread and generation.pack_known(target)) and not generation.run(target):
         while not deadline.over() and _price_again(generation):
             pass
         lengths = packing.certificate(generation.duals())
-        known += proofs((*_candidate_cuts(lengths, fabric), lengths))
+        known += exchange.proofs((*_candidate_cuts(lengths, fabric), lengths))
         bound, certificate = lowest(known)
     notes: tuple[str, ...] = ()
     routes = (path for tree in generation.weights() for path in packing.paths(tree))
     tallest = max(sum(node < fabric.size for node in path) - 1 for path in routes)
     if len(packing.roots) <= MOST_LOW and not deadline.cut:
         generation = _lowest_paths(packing, generation, tallest, progress, deadline)
-    elif tallest > 1 and not deadline.cut:
-        notes = (
-            Note(f"height {tallest} is that of the first optimum; lower ones were not tried", "height open"),
-        )
+    elif not deadline.cut:
+        notes = _height_notes(tallest)
     if deadline.cut:
         rate = float(generation.value / packing.scale)
         notes = (deadline.note(time_limit_note(rate, float(bound)) if rate < bound else SEARCH_UNFINISHED),)
-    return build_plan(
-        fabric,
-        ALL_TO_ALL,
-        root=None,
-        shards=packing.shards(generation.weights()),
-        certificate=certificate,
-        schedule="paths",
-        method="exact",
-        notes=notes,
-    )
+    return exchange.plan(packing.shards(generation.weights()), certificate, "exact", notes)
+
+
+def _lower_plan(
+    exchange: _Exchange,
+    height: int,
+    certificate: Certificate,
+    deadline: Deadline,
+    progress: Callable[[str], None] | None,
+) -> Plan:
+    """Return the best plan whose paths have at most ``height`` edges; UsageError if some ranks have no such path."""
+    fabric = exchange.fabric
+    packing = FlowPacking(fabric, ALL_TO_ALL, None, (), exchange.units)
+    ones = [1] * len(packing.limits)
+    for root in packing.roots:
+        if packing.shortest_paths(root, ones, height) is None:
+            raise UsageError(
+                f"height must allow a path from rank {root} to every rank that it sends to, got {height}; raise it"
+            )
+    generation = ColumnGeneration(FlowPricing(packing, height), progress=progress, deadline=deadline)
+    generation.run(None)
+    while not deadline.over() and _price_again(generation):
+        pass
+    best = "the best found" if deadline.cut else "the best"
+    notes = [Note(f"paths of height {height} at most, as asked; {best} of that height", "height asked")]
+    if deadline.cut:
+        notes.append(deadline.note(SEARCH_UNFINISHED))
+    made = exchange.plan(packing.shards(generation.weights()), certificate, "exact", notes)
+    return made if made.gap else replace(made, notes=())
+
+
+def pack_within(
+    packing: FlowPacking,
+    epsilon: float,
+    *,
+    deadline: Deadline | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[dict[TreeColumn, Fraction], OneFabric]:
+    """Return weights of trees whose rate is at most ``epsilon`` below a bound, as a fraction, and its lengths.
+
+    The weights of every rank add up to 1. The program of the known trees is solved in floating point (HiGHS): the least
+    time in which every rank sends its demand. Trees are priced under its duals, and under the mean of earlier ones. At
+    ``deadline`` the weights of the trees so far are returned.
+    """
+    from scipy.optimize import linprog
+    from scipy.sparse import csc_array
+
+    limits = np.array([float(limit) for limit in packing.limits])
+    deadline = deadline or Deadline(None)
+    trees = dict.fromkeys(_spread_trees(packing, deadline))
+    mean = 1 / limits / len(limits)
+    best = 0.0
+    lengths = [0] * len(limits)
+    while True:
+        known = list(trees)
+        rows = np.array([packing.owner_row(tree) for tree in known])
+        usage = np.array([tree.usage for tree in known], dtype=np.float64).T / limits[:, None]
+        widest = usage.max()
+        owners = np.zeros((len(packing.roots), len(known) + 1))
+        owners[rows, np.arange(len(known))] = 1
+        cost = np.append(np.zeros(len(known)), 1.0)
+        links: Any = csc_array(np.column_stack([usage / widest, -np.ones(len(limits))]))
+        ranks: Any = csc_array(owners)
+        found = linprog(
+            cost,
+            A_ub=links,
+            b_ub=np.zeros(len(limits)),
+            A_eq=ranks,
+            b_eq=np.ones(len(packing.roots)),
+            method="highs",
+        )
+        if found.x is None:
+            raise RuntimeError(f"HiGHS found no packing of {len(known)} trees: {found.message}")
+        time = found.fun * widest
+        duals = np.maximum(-found.ineqlin.marginals, 0) / limits
+        mean = (mean + duals / (duals @ limits)) / 2
+        for values in (duals, mean):
+            whole = [int(part) for part in np.rint(values / values.max() * LENGTH_PARTS).tolist()]
+            cheapest = [packing.shortest_paths(root, whole) for root in packing.roots]
+            priced = [tree for tree in cheapest if tree is not None]
+            needed = sum(length_of(tree, whole) for tree in priced)
+            least = needed / sum(c * y for c, y in zip(packing.limits, whole, strict=True))
+            if least > best:
+                best, lengths = least, whole
+            trees |= dict.fromkeys(priced)
+        if progress is not None:
+            progress(
+                f"packing: {len(known)} trees of {packing.fabric.size} GPUs, {best / time:.2%} of the bound"
+            )
+        if best >= time * (1 - epsilon * STRICTER) or len(trees) == len(known) or deadline.over():
+            break
+    return _whole_weights(known, rows, found.x[:-1]), packing.certificate(lengths)
+
+
+def _whole_weights(
+    trees: Sequence[TreeColumn], rows: NDArray[np.int64], found: NDArray[np.float64]
+) -> dict[TreeColumn, Fraction]:
+    """Return weights as fractions that add up to 1 for each rank: its largest takes what rounding leaves."""
+    parts = np.rint(np.maximum(found, 0) * WEIGHT_PARTS).astype(np.int64)
+    for row in range(int(rows.max()) + 1):
+        own = np.flatnonzero(rows == row)
+        parts[own[parts[own].argmax()]] += WEIGHT_PARTS - parts[own].sum()
+    return {
+        tree: Fraction(part, WEIGHT_PARTS) for tree, part in zip(trees, parts.tolist(), strict=True) if part
+    }
 
 
 def check_demand(demand: Matrix, size: int) -> DemandMatrix:

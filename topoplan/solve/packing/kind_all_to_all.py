@@ -4,7 +4,7 @@
 
 for classes of links C, where s stands for n(s) ranks. A tree of s leads to one rank of every commodity of s
 (`topoplan.plans.kind_exchange`), which counts as often as one source has destinations there. As in
-`topoplan.solve.packing.all_to_all` the cheapest tree is one of shortest paths. The mean of a routing over the
+`topoplan.solve.packing.flow_packing` the cheapest tree is one of shortest paths. The mean of a routing over the
 permutations of equivalent servers loads all links of a class equally, so the optimum is that of the whole cluster.
 
 Paths keep to the servers that are ends of commodities. Another server of the source's cell and leaf can be replaced by
@@ -23,7 +23,7 @@ from itertools import pairwise
 from topoplan.errors import InfeasibleError
 from topoplan.plans.certificates.kind_lengths import pair_counts
 from topoplan.plans.kind_exchange import KindPath
-from topoplan.solve.packing.all_to_all import Path, path_stage, shortest_path_tree
+from topoplan.solve.packing.flow_packing import Path, path_stage, shortest_path_tree
 from topoplan.solve.packing.kind_program import KindColumn, KindProgram, Solution
 from topoplan.solve.simplex.exact_simplex import PackingSimplex
 

@@ -63,12 +63,17 @@ def pack_mwu(packing: Packing, *, epsilon: float = 0.05, tree_oracle: TreeOracle
     ``epsilon`` is from `SMALLEST_EPSILON` to 0.5, else UsageError. ``tree_oracle``, for comparisons, is another search
     for the cheapest arborescence, called in every round instead of every fourth.
     """
+    return _Loop(packing, checked_epsilon(epsilon), tree_oracle).run()
+
+
+def checked_epsilon(epsilon: float) -> float:
+    """Return a gap to the bound, as a fraction; UsageError unless it is from `SMALLEST_EPSILON` to 0.5."""
     if not SMALLEST_EPSILON <= epsilon <= 0.5:
         raise UsageError(
             f"epsilon {epsilon} must be from {SMALLEST_EPSILON:g} to 0.5, for example 0.05; "
             "for the optimum itself use the method exact"
         )
-    return _Loop(packing, epsilon, tree_oracle).run()
+    return epsilon
 
 
 class _Loop:

@@ -1,0 +1,366 @@
+"""Route the demand of an all-to-all among many ranks in milliseconds: fill the links of a cut, exactly.
+
+The demand that crosses a cut around a rank or a server bounds the rate. Every block of the demand is a few pieces, each
+on one path; a link's load is that of the pieces that cross it.
+
+1. Pieces take shortest paths, source by source, under lengths that grow with the loads of the pieces before.
+2. Pieces on links that are too full for the lowest of these bounds move to links with room, in parts if needed. Between
+   servers they reach NICs of other GPUs, as FAST balances a server's traffic (arXiv 2505.09764), on either side.
+
+If ranks share switches, the bound is mostly reached, and the plan is optimal. Other fabrics need the
+linear program of `topoplan.solve.packing.all_to_all`. Loads are whole numbers, and lengths take products and quotients
+only, so that all machines find the same paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.machine.fabric import Fabric
+from topoplan.plans.certificates.certificate import Cut
+from topoplan.plans.certificates.exchange import DemandMatrix
+from topoplan.solve.search_control import Deadline
+
+Whole = NDArray[np.int64]
+Real = NDArray[np.float64]
+
+SOURCE_PARTS = 8
+"""Parts of the sources that are routed one after another; the lengths in between know the loads so far."""
+
+PIECES = 32
+"""A piece takes at most one part in so many of the least time on its narrowest link."""
+
+MOVES = 4096
+"""Searches for paths off the links that are too full, at most."""
+
+MOST_STATES = 8192
+"""States of the graph of routes up to which the links between them are a table: 256 MB."""
+
+_EXACT = 1 << 52
+"""Sums of amounts up to this are exact in floating point."""
+
+_EIGHTH_POWER = 3
+"""Squares that raise how full a link is to the power by which its length grows."""
+
+_EMPTY = 1 / 16
+"""Length of an empty link beside that of a full one, of the same capacity."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilledCut:
+    """Paths of all blocks of a demand that take no longer than the demand over a cut.
+
+    ``paths`` has for every pair of ranks with a demand the links of each path, and its part of the block.
+    """
+
+    cut: Cut
+    paths: dict[tuple[int, int], dict[tuple[int, ...], Fraction]]
+
+
+def fill_cut(
+    fabric: Fabric, demand: DemandMatrix, *, slack: Fraction = Fraction(0), deadline: Deadline
+) -> FilledCut | None:
+    """Return paths that take the least time over the slowest cut, or ``slack`` of it more; None if none are found.
+
+    Complexity: a search for shortest paths from each rank, and one for each group of pieces that moves.
+    """
+    if len(fabric.route_graph.nodes) > MOST_STATES:
+        return None
+    least, cut = slowest_cut(fabric, demand)
+    budgets = [least * capacity for capacity in fabric.capacity]
+    total = sum(map(sum, demand))
+    scale = lcm(*(budget.denominator for budget in budgets))
+    if total * scale > _EXACT:
+        # Rounded budgets: the bound is missed by less than one unit on a link.
+        scale = _EXACT // total
+    if scale == 0:
+        return None
+    router = PieceRouter(FlowGraph(fabric), demand, scale)
+    if not router.route(float(least) * scale):
+        return None
+    whole = [-(-budget.numerator * scale // budget.denominator) for budget in budgets]
+    longer = [int(budget * scale * (1 + slack)) for budget in budgets]
+    for limits in (whole, longer) if slack else (whole,):
+        if router.fit(np.array(limits), deadline):
+            return FilledCut(cut, router.paths())
+    return None
+
+
+def slowest_cut(fabric: Fabric, demand: DemandMatrix) -> tuple[Fraction, Cut]:
+    """Return the most time that the demand takes over a cut, in units of demand per GB/s, and the cut.
+
+    The cuts are around every rank and every server, both ways; the first of equals is taken.
+    """
+    unit = lcm(*(capacity.denominator for capacity in fabric.capacity))
+    capacity = [int(each * unit) for each in fabric.capacity]
+    server_of = {device.name: device.server for device in fabric.topology.devices}
+    home = [server_of[name] for name in fabric.nodes]
+    rank_of = [node if node < fabric.size else -1 for node in range(len(fabric.nodes))]
+    found: list[tuple[Fraction, list[int], bool]] = []
+    for label in (rank_of, home) if len(set(home[: fabric.size])) > 1 else (rank_of,):
+        links: tuple[dict[int | str, int], ...] = ({}, {})
+        needed: tuple[dict[int | str, int], ...] = ({}, {})
+        for (src, dst), width in zip(fabric.ends, capacity, strict=True):
+            if label[src] != label[dst]:
+                for place, end in enumerate((label[src], label[dst])):
+                    links[place][end] = links[place].get(end, 0) + width
+        for source, row in enumerate(demand):
+            for destination, amount in enumerate(row):
+                if amount and label[source] != label[destination]:
+                    for place, end in enumerate((label[source], label[destination])):
+                        needed[place][end] = needed[place].get(end, 0) + amount
+        for place, entering in enumerate((False, True)):
+            for end, amount in needed[place].items():
+                side = [node for node, other in enumerate(label) if (other == end) != entering]
+                found.append((Fraction(amount * unit, links[place][end]), side, entering))
+    least, side, _ = max(found, key=lambda each: each[0])
+    return least, Cut(tuple(fabric.nodes[node] for node in side))
+
+
+class FlowGraph:
+    """The graph of routes of a fabric as arrays, for searches from many ranks at once.
+
+    Helpers are left out: data that passes one would need a tree of its own.
+    """
+
+    def __init__(self, fabric: Fabric) -> None:
+        graph = fabric.route_graph
+        self.size, self.states = fabric.size, len(graph.nodes)
+        ends, links = np.array(graph.ends, dtype=np.int64), np.array(graph.links, dtype=np.int64)
+        kept = ~((ends >= fabric.size) & (ends < len(fabric.vertices))).any(axis=1)
+        ends, links = ends[kept], links[kept]
+        self.capacity = np.array([float(each) for each in fabric.capacity])
+        self.none = len(self.capacity)  # stands for no link
+        self._link = np.full((self.states, self.states), self.none, dtype=np.int32)
+        self._link[ends[:, 0], ends[:, 1]] = links
+        self._ways = [self._by_tail(ends[:, place], ends[:, 1 - place], links) for place in (0, 1)]
+
+    def _by_tail(self, tails: Whole, heads: Whole, links: Whole) -> tuple[Whole, Whole, Whole]:
+        """Return links and heads in the order of the tails, and where each tail begins."""
+        order = np.lexsort((heads, tails))
+        return links[order], heads[order], np.searchsorted(tails[order], np.arange(self.states + 1))
+
+    def trees(self, lengths: Real, roots: Whole, *, backwards: bool = False) -> NDArray[np.int32]:
+        """Return the state before each one on the shortest paths from some ranks, of shape (roots, states).
+
+        ``lengths`` of links are above 0, and infinite for links that are not crossed. If ``backwards``, the paths lead
+        to the ranks, and the states are those after each one. A negative number stands for none.
+        """
+        from scipy.sparse import csr_array
+        from scipy.sparse.csgraph import dijkstra
+
+        links, heads, begins = self._ways[backwards]
+        graph: Any = csr_array((lengths[links], heads, begins), shape=(self.states, self.states))
+        found: NDArray[np.int32] = dijkstra(graph, indices=roots, return_predecessors=True)[1]
+        return found
+
+    def walks(self, tree: NDArray[np.int32], place: Whole, roots: Whole, ends: Whole) -> Whole:
+        """Return the states from roots to ends, a row for each; a state that is repeated fills the row up.
+
+        ``place`` are the rows of ``tree`` of the roots. Rows of ends out of reach have one state, repeated.
+        """
+        found = [ends]
+        while True:
+            there = tree[place, found[-1]].astype(np.int64)
+            there = np.where((found[-1] == roots) | (there < 0), found[-1], there)
+            if (there == found[-1]).all():
+                break
+            found.append(there)
+        rows: Whole = np.stack(found[::-1], axis=1)
+        rows[rows[:, 0] != roots] = roots[rows[:, 0] != roots, None]
+        return rows
+
+    def links(self, states: Whole) -> NDArray[np.int32]:
+        """Return the links between successive states, `none` between equal ones."""
+        found: NDArray[np.int32] = self._link[states[..., :-1], states[..., 1:]]
+        return found
+
+
+class PieceRouter:
+    """The pieces of a demand, the links of their paths, and the loads of the links.
+
+    ``scale`` is the load of one unit of the demand.
+    """
+
+    def __init__(self, graph: FlowGraph, demand: DemandMatrix, scale: int) -> None:
+        amounts = np.array(demand, dtype=np.int64) * scale
+        np.fill_diagonal(amounts, 0)
+        self.graph = graph
+        self.whole = amounts
+        self.source, self.destination = np.nonzero(amounts)
+        self.amount = amounts[self.source, self.destination]
+        self.states = np.stack([self.source, self.source], axis=1)
+        self.links = graph.links(self.states)
+        self.load = np.zeros(graph.none, dtype=np.int64)
+
+    def time(self) -> float:
+        """Return the time of the fullest link, in units of load per GB/s."""
+        return float((self.load / self.graph.capacity).max())
+
+    def route(self, least: float) -> bool:
+        """Put all pieces on shortest paths, part after part of the sources; return whether every path exists.
+
+        ``least`` is a time that no routing is below.
+        """
+        graph, sources = self.graph, np.unique(self.source)
+        for first in range(min(SOURCE_PARTS, len(sources))):
+            roots = sources[first::SOURCE_PARTS]
+            pieces = np.flatnonzero(np.isin(self.source, roots))
+            used = self.load / graph.capacity / max(least, self.time())
+            tree = graph.trees(_lengths(used, graph.capacity), roots)
+            own = self.source[pieces]
+            states = graph.walks(tree, np.searchsorted(roots, own), own, self.destination[pieces])
+            if (states[:, -1] != self.destination[pieces]).any():
+                return False
+            self._put(pieces, states)
+            links = self.links[pieces]
+            weights = np.repeat(self.amount[pieces], links.shape[1])
+            self.load += np.bincount(links.ravel(), weights, graph.none + 1)[:-1].astype(np.int64)
+        self._divide(least)
+        return True
+
+    def _put(self, pieces: Whole, states: Whole) -> None:
+        """Put pieces on paths; the loads are the caller's."""
+        width = self.states.shape[1]
+        if states.shape[1] > width:
+            self.states = np.pad(self.states, ((0, 0), (0, states.shape[1] - width)), "edge")
+            self.links = self.graph.links(self.states)
+        rows = np.pad(states, ((0, 0), (0, self.states.shape[1] - states.shape[1])), "edge")
+        self.states[pieces] = rows
+        self.links[pieces] = self.graph.links(rows)
+
+    def _divide(self, least: float) -> None:
+        """Divide the pieces that take long on their narrowest link."""
+        narrowest = np.append(self.graph.capacity, np.inf)[self.links].min(axis=1)
+        parts = np.ceil(self.amount / narrowest * (PIECES / least)).astype(np.int64)
+        parts = np.clip(np.minimum(parts, self.amount), 1, PIECES)
+        each = np.repeat(np.arange(len(parts)), parts)
+        number = np.arange(len(each)) - (np.cumsum(parts) - parts)[each]
+        amount, of = self.amount[each], parts[each]
+        self.amount = amount * (number + 1) // of - amount * number // of
+        self.source, self.destination = self.source[each], self.destination[each]
+        self.states, self.links = self.states[each], self.links[each]
+
+    def fit(self, budgets: Whole, deadline: Deadline) -> bool:
+        """Move pieces off the links whose load exceeds a budget, to links with room; return whether none is left."""
+        failed: set[tuple[int, bool, int]] = set()
+        for _ in range(MOVES):
+            over = (self.load - budgets) / self.graph.capacity
+            full = int(over.argmax())
+            if over[full] <= 0:
+                return True
+            members = np.flatnonzero((self.links == full).any(axis=1))
+            groups = (group for group in self._groups(members) if (full, *group) not in failed)
+            group = next(groups, None)
+            if group is None or deadline.over():
+                return False
+            if not self._move(full, members, *group, room=budgets - self.load):
+                failed.add((full, *group))
+        return False
+
+    def _groups(self, members: Whole) -> list[tuple[bool, int]]:
+        """Return the ranks at which pieces end (True) or begin, by their sums from the largest on."""
+        found = []
+        for backwards, ranks in ((True, self.destination), (False, self.source)):
+            sums = np.bincount(ranks[members], self.amount[members])
+            found += [(-sums[rank], not backwards, rank) for rank in np.flatnonzero(sums).tolist()]
+        return [(not forwards, rank) for _, forwards, rank in sorted(found)]
+
+    def _move(self, full: int, members: Whole, backwards: bool, root: int, *, room: Whole) -> bool:
+        """Move pieces that end (``backwards``) or begin at a rank off a link; return whether any moved.
+
+        A piece leaves its path as late before the link as it can, or comes back to it as early behind the link, and
+        only the links between need room.
+        """
+        graph = self.graph
+        own = self.destination if backwards else self.source
+        members = members[own[members] == root]
+        members = members[np.lexsort((members, -self.amount[members]))]
+        lengths = _lengths(self.load / np.maximum(self.load + room, 1), graph.capacity)
+        found = graph.trees(np.where(room > 0, lengths, np.inf), np.array([root]), backwards=backwards)
+        tree = found[0].tolist()
+        moved = False
+        for piece in members.tolist():
+            if room[full] >= 0:
+                break
+            states, before = self.states[piece].tolist(), self.links[piece]
+            at = before.tolist().index(full)
+            known, last = (states, at) if backwards else (states[::-1], len(states) - 2 - at)
+            part = 0
+            for path in _rejoined(tree, root, known, last):
+                row = np.array(path if backwards else path[::-1])
+                after = graph.links(row)
+                fresh = after[~np.isin(after, before)]
+                part = min(int(self.amount[piece]), int(room[fresh].min(initial=-room[full])))
+                if part > 0:
+                    break
+            if part <= 0:
+                continue
+            gone = before[(before < graph.none) & ~np.isin(before, after)]
+            for links, change in ((gone, -part), (fresh, part)):
+                self.load[links] += change
+                room[links] -= change
+            self._put(np.array([self._part(piece, part)]), row[None, :])
+            moved = True
+        return moved
+
+    def _part(self, piece: int, amount: int) -> int:
+        """Return the number of a piece of this amount: the piece, or a new one that is cut off."""
+        if amount == self.amount[piece]:
+            return piece
+        self.amount[piece] -= amount
+        self.amount = np.append(self.amount, amount)
+        self.source = np.append(self.source, self.source[piece])
+        self.destination = np.append(self.destination, self.destination[piece])
+        self.states = np.concatenate([self.states, self.states[piece : piece + 1]])
+        self.links = np.concatenate([self.links, self.links[piece : piece + 1]])
+        return len(self.amount) - 1
+
+    def paths(self) -> dict[tuple[int, int], dict[tuple[int, ...], Fraction]]:
+        """Return the links of each path and its part of the block, for every pair with a demand."""
+        amounts: dict[tuple[int, int], dict[tuple[int, ...], int]] = {}
+        none = self.graph.none
+        rows = zip(
+            *(each.tolist() for each in (self.source, self.destination, self.amount, self.links)), strict=True
+        )
+        for source, destination, amount, row in rows:
+            path = tuple(link for link in row if link != none)
+            known = amounts.setdefault((source, destination), {})
+            known[path] = known.get(path, 0) + amount
+        whole, every = self.whole.tolist(), Fraction(1)
+        return {
+            pair: {
+                path: every if len(parts) == 1 else Fraction(amount, whole[pair[0]][pair[1]])
+                for path, amount in parts.items()
+            }
+            for pair, parts in amounts.items()
+        }
+
+
+def _rejoined(tree: Sequence[int], root: int, states: Sequence[int], last: int) -> Iterator[list[int]]:
+    """Yield paths to a root that leave a known one at position ``last``, or before, from the latest on.
+
+    ``tree`` has the state after each one on its way to the root, negative if there is none.
+    """
+    for place in range(last, -1, -1):
+        if states[place] != root and tree[states[place]] >= 0:
+            path = list(dict.fromkeys(states[: place + 1]))
+            while path[-1] != root:
+                after = tree[path[-1]]
+                path = path[: path.index(after) + 1] if after in path else [*path, after]
+            yield path
+
+
+def _lengths(used: Real, capacity: Real) -> Real:
+    """Return lengths that grow with how full links are, by products, which all machines round alike."""
+    for _ in range(_EIGHTH_POWER):
+        used = used * used
+    lengths: Real = (used + _EMPTY) / capacity
+    return lengths
