@@ -64,6 +64,7 @@ from collectives.training.exchange_settings import (
     warn_of_deprecated,
 )
 from collectives.training.modes import BSP, Gossip, Mode, OuterMode, mode_of
+from collectives.training.outer_optimizers import check_rounds_in_flight
 from collectives.training.report import Recorder, log_compilation, log_start, register_recorder
 from topoplan.errors import BackendError, UsageError
 
@@ -498,6 +499,8 @@ class HookState:
                 f"the state was saved in another mode than {self.mode}, without the start of a round; restore it with "
                 "the same mode"
             )
+        if isinstance(self.mode, OuterMode) and "outer" in state:
+            check_rounds_in_flight(state["outer"], self.mode)
         if state["momentum"] != self.momentum:
             raise UsageError(
                 f"the state must be of momentum {self.momentum}, got {state['momentum']}; use the same"

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
-from collectives.sparse.exchange_choice import AUTO_DENSITY
-from collectives.sparse.selection.error_feedback import checked_density
+from collectives.sparse.exchange_choice import AUTO_DENSITY, check_exchange
+from collectives.sparse.selection.error_feedback import checked_density, checked_momentum
 from collectives.training.common_rows import CommonRows
 from collectives.training.gradient_filters import Cast, Quantize, Threshold
 from collectives.training.low_rank import LowRank
@@ -118,6 +118,8 @@ class TopK:
                 f"per of TopK must be bucket or layer, got {self.per!r}; for all parameters at once, make one bucket "
                 "(bucket_bytes of GradientSynchronizer, bucket_cap_mb of DDP)"
             )
+        check_exchange(self.exchange)
+        checked_momentum(self.momentum)
         if self.per == "layer" and self.exchange not in ("auto", "dense", "pairs", "hashed"):
             raise UsageError(
                 f"exchange {self.exchange!r} selects by the shards of its plan; with per='layer' use auto, pairs, "

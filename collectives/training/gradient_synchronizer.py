@@ -60,6 +60,7 @@ from collectives.training.modes import (
     Proximal,
     mode_of,
 )
+from collectives.training.outer_optimizers import check_rounds_in_flight
 from collectives.training.report import Recorder, log_start, register_recorder
 from topoplan.errors import BackendError, RefusedError, UsageError
 
@@ -583,6 +584,8 @@ class GradientSynchronizer:
                 f"the state was saved in another mode than {self.mode}, without the start of a round; restore it with "
                 "the same mode"
             )
+        if isinstance(self.mode, OuterMode) and "outer" in state:
+            check_rounds_in_flight(state["outer"], self.mode)
         if state["ranks"] == same["ranks"] and tuple(state.get("held", ranks)) != tuple(ranks):
             raise UsageError(
                 f"the state is that of ranks {list(state['held'])}, and this process has {list(ranks)}; every process "

@@ -85,6 +85,10 @@ def test_per_and_clip_are_checked_and_compared() -> None:
         ),
         ({"per": "layer", "exchange": "tree"}, "exchange 'tree' selects by the shards of its plan"),
         ({"clip": -1.0}, "clip of TopK must be a norm above 0, got -1.0"),
+        ({"momentum": 5}, r"momentum must be in \[0, 1\), got 5"),
+        ({"momentum": float("nan")}, r"momentum must be in \[0, 1\), got nan"),
+        ({"momentum": "0.9"}, r"momentum must be in \[0, 1\), got '0.9'"),
+        ({"exchange": "rings"}, "exchange 'rings' is unknown; use auto, dense, pairs"),
     ):
         with pytest.raises(UsageError, match=message):
             TopK(0.1, **options)
