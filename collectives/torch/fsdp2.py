@@ -288,8 +288,8 @@ class ShardedCompression:
         if next((bool(one.any()) for one in parts if one.numel()), False):
             self._warned_of_passes = True
             warnings.warn(
-                f"gradients of step {self.step} are added to earlier ones, and a skipped step restores only the residuals "
-                "of its last backward pass; give compress_fsdp2 micro_batches=, the passes of a step",
+                f"gradients of step {self.step} are added to earlier ones, and a skipped step restores only the "
+                "residuals of its last backward pass; give compress_fsdp2 micro_batches=, the passes of a step",
                 stacklevel=2,
             )
 
