@@ -482,6 +482,8 @@ def _check_compression(name: str, how: Compression | None) -> None:
             )
         if how.per != "bucket":
             raise UsageError(f"per of TopK must be bucket with FSDP2, got {how.per!r}; leave it out")
+        if how.ef21 is not None:
+            raise UsageError(f"ef21 of TopK must be None with FSDP2, got {how.ef21!r}; leave it out")
         if how.clip is not None:
             raise UsageError(
                 f"clip of TopK must be None with FSDP2, got {how.clip!r}; clip with torch.nn.utils.clip_grad_norm_"
