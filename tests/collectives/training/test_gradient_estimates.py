@@ -54,7 +54,8 @@ def in_fractions(steps: list[list[list[int]]], eta: Fraction, k: int) -> list[li
 def test_the_known_answer_of_two_ranks() -> None:
     """Gradients (4, 2) and (-1, 3) in each step, eta 1/2, one entry: worked out by hand.
 
-    v0 = (2, 1), v1 = (-1/2, 3/2): 2 and 3/2 are sent; then v0 = (3, 3/2) owes (1, 3/2), v1 = (-3/4, 9/4) owes (-3/4, 3/4).
+    v0 = (2, 1), v1 = (-1/2, 3/2): 2 and 3/2 are sent. Then v0 = (3, 3/2) owes (1, 3/2), and v1 = (-3/4, 9/4) owes
+    (-3/4, 3/4): ties go to the first.
     """
     wanted = [[Fraction(1), Fraction(3, 4)], [Fraction(5, 8), Fraction(3, 2)]]
     assert in_fractions([[[4, 2], [-1, 3]]] * 2, Fraction(1, 2), 1) == wanted
@@ -151,12 +152,13 @@ def test_estimates_and_plain_residuals_are_not_taken_for_each_other() -> None:
         with made(2, how) as synchronizer:
             synchronizer.step(steps_of(2, 1)[0])
             states[name] = synchronizer.state_dict()
-    for how, name, text in (
+    cases: list[tuple[Any, str, str]] = [
         (TopK(0.2), "ef21", r"must be of no EF21-M, got EF21-M\(0.5\)"),
         (TopK(0.2, ef21=0.25), "ef21", r"must be of EF21-M\(0.25\), got EF21-M\(0.5\)"),
         (TopK(0.2, ef21=0.5), "plain", r"must be of EF21-M\(0.5\), got none"),
         (LowRank(1), "ef21", "must be of no EF21-M"),
-    ):
+    ]
+    for how, name, text in cases:
         with made(2, how) as synchronizer, pytest.raises(UsageError, match=text):
             synchronizer.load_state_dict(states[name])
     with made(3, TopK(0.2, ef21=0.5)) as synchronizer, pytest.warns(UserWarning, match="of 2 ranks"):
@@ -172,6 +174,6 @@ def test_what_ef21_cannot_have_is_refused() -> None:
         ({"ef21": 0.1, "clip": 1.0}, "ef21 has a momentum of its own"),
     ):
         with pytest.raises(UsageError, match=text):
-            TopK(0.1, **options)  # type: ignore[arg-type]
+            TopK(0.1, **options)
     with pytest.raises(UsageError, match="keeps what failed ranks have sent"):
         made(2, TopK(0.1, ef21=0.1), fault_tolerance=Shrink())
