@@ -79,7 +79,10 @@ class DenseExchange(Generic[Line]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairExchange(Generic[Line]):
-    """One sparse allreduce over pairs of index and value; `messages` are of one shard, the whole gradient."""
+    """One sparse allreduce over pairs of index and value; `messages` are of one shard, the whole gradient.
+
+    `targets` are lines for the sums of some ranks: new memory would cost a page fault every 4096 bytes.
+    """
 
     gather: GatherEntries
     ranks: int
@@ -87,6 +90,7 @@ class PairExchange(Generic[Line]):
     arrays: EntryArrays[Line]
     messages: EntryMessages[Line]
     select: Select
+    targets: Mapping[int, Line]
 
     def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
         """Entries are added in the order of ranks."""
@@ -107,7 +111,10 @@ class PairExchange(Generic[Line]):
         for rank, one in sent.items():
             if one.lost is not None:
                 arrays.add(residuals[rank].whole.residual, one.lost)
-        return [self._sum(line, all_of) for line, all_of in zip(gradients.values(), gathered, strict=True)]
+        return [
+            self._sum(sum_line(self.library, self.targets, rank, line), all_of)
+            for (rank, line), all_of in zip(gradients.items(), gathered, strict=True)
+        ]
 
     def _placed(self, message: Any) -> Any:
         """Return a message with its padding."""
@@ -118,9 +125,8 @@ class PairExchange(Generic[Line]):
         self.arrays.store(self.library.part(line, 0, length), message)
         return self.arrays.values(line)
 
-    def _sum(self, like: Line, gathered: Any) -> Line:
+    def _sum(self, result: Line, gathered: Any) -> Line:
         messages = self.messages
-        result = self.library.empty((messages.size,), like)
         total = self.arrays.zeroed(result)
         length = messages.lengths[0]
         for rank in range(self.ranks):
@@ -129,6 +135,11 @@ class PairExchange(Generic[Line]):
             self.arrays.add(total, messages.decoded(message, 0))
         self.arrays.store(result, total)
         return result
+
+
+def sum_line(library: ArrayLibrary[Line], targets: Mapping[int, Line], rank: int, like: Line) -> Line:
+    """Return the line that a rank's sums go to: that of `targets`, or a new one like its gradient."""
+    return targets[rank] if rank in targets else library.empty(library.shape(like), like)
 
 
 class RoundRunner(Generic[Line]):

@@ -32,7 +32,7 @@ from collectives.sparse.entry_arrays import (
     message_bytes,
     place_bytes,
 )
-from collectives.sparse.exchanges import Select
+from collectives.sparse.exchanges import Select, sum_line
 from collectives.sparse.residuals import Residuals
 from collectives.sparse.selection.topk import index_type
 from collectives.tables.numpy_arrays import ArrayLibrary
@@ -195,6 +195,7 @@ class HashedExchange(Generic[Line]):
     arrays: EntryArrays[Line]
     messages: OwnedMessages
     select: Select
+    targets: Mapping[int, Line]
 
     def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
         """Entries are added in the order of ranks; a rounding error of a sum is kept by its owner."""
@@ -286,8 +287,8 @@ class HashedExchange(Generic[Line]):
                     lost.append((rank, (owners.elements(rank, places), rounded[1])))
             sent.append(line)
         results = []
-        for like, gathered in zip(gradients.values(), self.gather(sent), strict=True):
-            result = self.library.empty((self.messages.size,), like)
+        for (rank, like), gathered in zip(gradients.items(), self.gather(sent), strict=True):
+            result = sum_line(self.library, self.targets, rank, like)
             total = self.arrays.zeroed(result)
             for owner, (nbytes, mapped) in enumerate(forms):
                 if counts[owner]:

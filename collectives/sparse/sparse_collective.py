@@ -305,6 +305,7 @@ class SparseCollective:
                 arrays,
                 messages((0, asked.size), entries=(sum(asked.counts),)),
                 select,
+                self._targets(asked, arrays),
             )
         if exchange == "hashed":
             return HashedExchange(
@@ -315,6 +316,7 @@ class SparseCollective:
                 arrays,
                 OwnedMessages(asked.size, asked.dtype, asked.wire),
                 select,
+                self._targets(asked, arrays),
             )
         runner = self._plans.runner(exchange, asked.entry_share)
         borders = shard_bounds((shard.share for shard in runner.plan.shards), asked.size)
@@ -322,6 +324,18 @@ class SparseCollective:
             parts = messages(part_borders(runner.plan, borders))
             return ServerExchange(runner, library, arrays, borders, parts, about)
         return TreeExchange(runner, library, arrays, messages(borders), about)
+
+    def _targets(self, asked: SparseRequest, arrays: EntryArrays[Any]) -> dict[int, Any]:
+        """Return the callers' arrays as lines by rank, if they are on the host and of the dtype of the sums."""
+        backend, placed = (
+            self._execution.backend,
+            zip(self._execution.backend.ranks, asked.outputs, strict=True),
+        )
+        return {
+            rank: arrays.widened(one, asked.dtype)
+            for rank, one in placed
+            if asked.on_host and one is not None and backend.arrays.dtype(one) == asked.dtype
+        }
 
     def _moved(self, collective: str, messages: list[Any], arrays: EntryArrays[Any], about: str) -> list[Any]:
         """Run an allgather or all-to-all of messages of one length."""
@@ -349,7 +363,8 @@ class SparseCollective:
             return narrow
         if output is None:
             return result
-        library.copy(output, result)
+        if not library.same(output, result):
+            library.copy(output, result)
         return output
 
 

@@ -101,7 +101,8 @@ class DdpBucketExchange:
     """Averages buckets by the plan of a communicator; `presence` is set while ranks may have no data.
 
     DDP rebuilds its buckets in the second step. The first step after `continue_buckets`
-    is exchanged in the buckets of the saved run, so that entries are chosen from the same gradients.
+    is exchanged in the buckets of the saved run, so that entries are chosen from the same gradients. With
+    ``TopK(per="model")`` every step is exchanged as one bucket, in the order of the parameters' numbers.
     """
 
     def __init__(self, averager: InStepAverager, numbers: ParameterNumbers) -> None:
@@ -112,6 +113,7 @@ class DdpBucketExchange:
         self._averager = averager
         self._numbers = numbers
         self._narrow = NARROW[how.compression.dtype] if isinstance(how.compression, Cast) else None
+        self._whole = how.top_k is not None and how.top_k.per == "model"
         self._saved: tuple[Sequence[Sequence[int]] | None, ...] = ()
         self._under_way: list[tuple[Handle[Any], torch.futures.Future[Any]]] = []
         self._numbers_now: dict[tuple[int, ...], None] = {}
@@ -126,7 +128,7 @@ class DdpBucketExchange:
         Raises `BackendError` if the exchange failed; for the last bucket, if any exchange of the step failed.
         """
         communicator = self._averager.communicator
-        if self._continued is not None:
+        if self.regroups:
             return self._average_regrouped(bucket)
         try:
             if not self._under_way:
@@ -170,26 +172,45 @@ class DdpBucketExchange:
             one.averaged.set_result(one.buffer())
         return kept.averaged
 
+    @property
+    def regroups(self) -> bool:
+        """Whether the buckets of this step wait for the last, to be exchanged as others."""
+        return self._whole or self._continued is not None
+
     def regrouped(self, kept: Sequence[DdpBucket]) -> list[DdpBucket]:
-        """Return the buckets of a step as those of the saved run, if DDP began that run with the same buckets."""
+        """Return the buckets of a step as those of the saved run, if DDP began that run with the same buckets.
+
+        For ``per="model"`` return one bucket of each type.
+        """
         layouts = [(one, self.layout_of(one)) for one in kept]
         self._check_numbers()
         continued, self._continued = self._continued, None
         dense = [(one, layout) for one, layout in layouts if not one.buffer().is_sparse]
-        if continued is None or tuple(layout.numbers for _, layout in dense) != continued[0]:
+        if not self._whole and (
+            continued is None or tuple(layout.numbers for _, layout in dense) != continued[0]
+        ):
             return list(kept)
         places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for one, layout in dense:
             line = one.buffer().view(-1)
             for (number, start, stop), parameter in zip(layout.parts(), one.parameters(), strict=True):
                 places[number] = parameter, line[start:stop]
-        if sorted(places) != sorted(number for numbers in continued[1] for number in numbers):
-            return list(kept)
-        self._first = continued[0]
+        chosen: Sequence[Sequence[int]]
+        if self._whole or continued is None:
+            kinds = sorted({f"{place.dtype}" for _, place in places.values()})
+            chosen = [
+                [number for number in sorted(places) if f"{places[number][1].dtype}" == kind]
+                for kind in kinds
+            ]
+        else:
+            chosen = continued[1]
+            if sorted(places) != sorted(number for numbers in chosen for number in numbers):
+                return list(kept)
+            self._first = continued[0]
         rows = [one for one in kept if one.buffer().is_sparse]
         made = [
             RegroupedBucket(index, [places[number] for number in numbers])
-            for index, numbers in enumerate(continued[1])
+            for index, numbers in enumerate(chosen)
         ]
         return [*made, *rows]
 

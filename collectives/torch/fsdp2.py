@@ -39,6 +39,7 @@ from collectives.training.exchange_settings import (
 )
 from collectives.training.gradient_filters import Cast, Quantize
 from collectives.training.low_rank import LowRank
+from collectives.training.modes import check_count
 from collectives.training.report import Recorder, register_recorder
 from topoplan.errors import UsageError
 
@@ -58,6 +59,7 @@ def compress_fsdp2(
     replicate: DeviceMesh | dist.ProcessGroup | None = None,
     replicate_compression: Compression | None = None,
     loss_scale: GivenScale | None = None,
+    micro_batches: int = 1,
 ) -> ShardedCompression:
     """Compress the gradients that a model of `fully_shard` reduces.
 
@@ -66,7 +68,8 @@ def compress_fsdp2(
     Parameters
     ----------
     model : Module
-        The module on which the loop calls forward; its units have one mesh of one dimension.
+        The module on which the loop calls forward; its units have one mesh. If that has two dimensions, as for torch's
+        own HSDP, the reduce-scatters are compressed, and torch's allreduces between replicas are not.
     compression : TopK, LowRank, Quantize or Cast, optional
         Compression of the reduce-scatter of each unit. `TopK` chooses in each rank's part of a unit. Its residual has
         the size of the whole gradients on every rank, not that of a shard.
@@ -79,6 +82,10 @@ def compress_fsdp2(
         Factor of the loss, as for `HookState`. Residuals then follow it, and are as before the step on all ranks if a
         gradient of the step is not finite; this costs a copy of the residuals. Give 1.0 in a loop that skips such
         steps without a scaler.
+    micro_batches : int, optional
+        Backward passes of one optimizer step that each reduce, so that their averages add up in ``grad``. Every pass
+        is compressed by itself; ``loss_scale`` restores residuals to those before the first. By default 1. Call
+        ``end_step`` after a step of fewer passes.
 
     Returns
     -------
@@ -88,7 +95,8 @@ def compress_fsdp2(
     Raises
     ------
     UsageError
-        An argument is out of range, or differs between ranks; the model has no unit, or a mesh of two dimensions.
+        An argument is out of range, or differs between ranks; the model has no unit, or ``replicate`` is given though
+        torch reduces over replicas itself.
     BackendError
         From ``loss.backward()``: an exchange failed. Go back to the last checkpoint then.
 
@@ -102,6 +110,7 @@ def compress_fsdp2(
         replicate=replicate,
         replicate_compression=replicate_compression,
         loss_scale=loss_scale,
+        micro_batches=micro_batches,
     )
 
 
@@ -126,6 +135,7 @@ class ShardedCompression:
         replicate: DeviceMesh | dist.ProcessGroup | None,
         replicate_compression: Compression | None,
         loss_scale: GivenScale | None,
+        micro_batches: int,
     ) -> None:
         given = {SHARDS: compression, REPLICAS: replicate_compression}
         units = sharded_units(model)
@@ -134,14 +144,24 @@ class ShardedCompression:
                 "the model has a compression already; use the state that compress_fsdp2 returned for it"
             )
         self._scale, self._given_scale = LossScale(loss_scale), loss_scale
-        self.groups = {SHARDS: units[0].mesh.get_group()}
-        if replicate is not None:
+        mesh = units[0].mesh
+        self.groups = {SHARDS: mesh.get_group(mesh.ndim - 1)}
+        by_torch = mesh.ndim == 2
+        if by_torch:
+            self.groups[REPLICAS] = mesh.get_group(0)
+        elif replicate is not None:
             self.groups[REPLICAS] = _replicas(replicate, self.groups[SHARDS])
         layouts = [f"{unit.name}: {unit.layout()}" for unit in units]
 
         def settings() -> str:
             _check_compression("compression", compression)
             _check_compression("replicate_compression", replicate_compression)
+            check_count("micro_batches", micro_batches, least=1)
+            if by_torch and (replicate is not None or replicate_compression is not None):
+                raise UsageError(
+                    "torch reduces over the replicas of a mesh of two dimensions itself, and has no hook in place of "
+                    'that; shard over mesh["shard"] alone to give replicate=mesh["replicate"]'
+                )
             if replicate is None and replicate_compression is not None:
                 raise UsageError('replicate_compression needs replicate; give replicate=mesh["replicate"]')
             if compression is None and replicate is None:
@@ -150,7 +170,8 @@ class ShardedCompression:
                 )
             scaled = "a" if self.protects else "no"
             return (
-                f"compression {compression} and {replicate_compression}, {scaled} loss_scale, for {layouts}"
+                f"compression {compression} and {replicate_compression}, {scaled} loss_scale, {micro_batches} "
+                f"micro_batches, for {layouts}"
             )
 
         self._agree(settings)
@@ -164,10 +185,14 @@ class ShardedCompression:
         self.waiting: dict[str, dict[str, dict[str, Array]]] = {SHARDS: {}, REPLICAS: {}}
         """Restored residuals, by reduction and parameter, until their unit reduces."""
         self.scale = 1.0
+        self.micro_batches = micro_batches
+        self.micro_batch = 0
+        """Backward passes of this step that have ended."""
         self._seen: set[int] = set()
         self._finite = True
         self._device = torch.device("cpu")
         self._warned = False
+        self._warned_of_passes = False
         self._reductions = [UnitReduction(self, unit) for unit in units]
         for one in self._reductions:
             module = one.unit.module
@@ -176,13 +201,15 @@ class ShardedCompression:
                     module.set_custom_reduce_scatter(one)
                 if replicate is not None:
                     module.set_all_reduce_hook(one.all_reduce)
+                elif by_torch and self.protects:
+                    module.set_all_reduce_hook(self.look_at_average)
             except AttributeError as error:
                 raise UsageError(
                     f"this release of torch cannot replace reductions of FSDP2: {error}"
                 ) from error
             except ValueError as error:
                 raise UsageError(f"{one.unit.name}: {error}") from error
-        self._hook = model.register_forward_pre_hook(lambda *_: self.end_step())
+        self._hook = model.register_forward_pre_hook(lambda *_: self._end_pass())
         _COMPRESSED.update(one.module for one in units)
 
     @property
@@ -207,11 +234,12 @@ class ShardedCompression:
         return dist.get_rank(self.groups[which]) if which in self.groups else 0
 
     def begin(self, unit: int, device: torch.device) -> None:
-        """Begin a unit's reductions: in the present step, or in a new one if it has reduced in this."""
+        """Begin a unit's reductions: in the present pass, or in a new one if it has reduced in this."""
         if unit in self._seen:
-            self.end_step()
-        if not self._seen:
+            self._end_pass()
+        if not self._seen and not self.micro_batch:
             self.scale = self._scale()
+            self._warn_of_passes()
         self._seen.add(unit)
         self._device = device
 
@@ -233,11 +261,47 @@ class ShardedCompression:
                 stacklevel=2,
             )
 
+    def look_at_average(self, output: torch.Tensor) -> None:
+        """Note whether torch's own average over replicas is finite: each reduce-scatter may be."""
+        if self._keeps() and not torch.isfinite(output).all():
+            self._finite = False
+
+    @property
+    def passes(self) -> int:
+        """Backward passes before this one, if every step had `micro_batches`: the number of its random rounding."""
+        return self.step * self.micro_batches + self.micro_batch
+
+    def _end_pass(self) -> None:
+        """End a backward pass in which a unit has reduced, and with the last one of a step the step."""
+        if self._seen and self.micro_batch + 1 < self.micro_batches:
+            self._seen.clear()
+            self.micro_batch += 1
+        elif self._seen:
+            self.end_step()
+
+    def _warn_of_passes(self) -> None:
+        """Warn once if residuals are protected, and a step seems to have more passes than `micro_batches`."""
+        if not (self.protects and self._keeps()) or self._warned_of_passes:
+            return
+        found: list[Any] = [one.grad for unit in self._reductions for _, one in unit.unit.parameters]
+        parts = (one.to_local() for one in found if one is not None)
+        if next((bool(one.any()) for one in parts if one.numel()), False):
+            self._warned_of_passes = True
+            warnings.warn(
+                f"gradients of step {self.step} are added to earlier ones, and a skipped step restores only the "
+                "residuals of its last backward pass; give compress_fsdp2 micro_batches=, the passes of a step",
+                stacklevel=2,
+            )
+
     def end_step(self) -> None:
-        """End a step in which a unit has reduced; with `loss_scale` all ranks must call it, as forward does."""
-        if not self._seen:
+        """End a step in which a unit has reduced; with `loss_scale` all ranks must call it, as forward does.
+
+        The loop calls it only after a step of fewer passes than `micro_batches`.
+        """
+        if not self._seen and not self.micro_batch:
             return
         self._seen.clear()
+        self.micro_batch = 0
         finite, self._finite = self._finite, True
         if self.protects and self._keeps():
             flag = torch.tensor([0 if finite else 1], dtype=torch.int32, device=self._device)
@@ -384,6 +448,13 @@ class ShardedCompression:
             )
         for one in self._reductions:
             one.check(state)
+        for which, how in self.chunked.items():
+            speeds = any("velocity" in kept for kept in state[which].values())
+            if isinstance(how, TopK) and speeds and not how.momentum:
+                raise UsageError(
+                    f"the state has velocities of momentum, and {how} has no momentum; give it the momentum of the "
+                    "saved run"
+                )
         known = {one.name for unit in self._reductions for one in unit.parameters()}
         for which in (SHARDS, REPLICAS):
             if unknown := sorted(set(state[which]) - known):
@@ -411,6 +482,8 @@ def _check_compression(name: str, how: Compression | None) -> None:
             )
         if how.per != "bucket":
             raise UsageError(f"per of TopK must be bucket with FSDP2, got {how.per!r}; leave it out")
+        if how.ef21 is not None:
+            raise UsageError(f"ef21 of TopK must be None with FSDP2, got {how.ef21!r}; leave it out")
         if how.clip is not None:
             raise UsageError(
                 f"clip of TopK must be None with FSDP2, got {how.clip!r}; clip with torch.nn.utils.clip_grad_norm_"

@@ -63,7 +63,9 @@ from collectives.training.exchange_settings import (
     refuse_compression_as_plan,
     warn_of_deprecated,
 )
+from collectives.training.gradient_estimates import check_saved_estimates
 from collectives.training.modes import BSP, Gossip, Mode, OuterMode, mode_of
+from collectives.training.outer_optimizers import check_rounds_in_flight
 from collectives.training.report import Recorder, log_compilation, log_start, register_recorder
 from topoplan.errors import BackendError, UsageError
 
@@ -245,6 +247,7 @@ class HookState:
         self.reason = verdict.reason
         self.communicator: Communicator | None = None
         self.momentum = 0.0 if how.top_k is None else how.top_k.momentum
+        self._ef21 = None if how.top_k is None else how.top_k.ef21
         self.shrunk: tuple[Shrunk, ...] = ()
         self._on_change = None if shrink is None else shrink.on_change
         self._registered = shrink is None
@@ -498,6 +501,10 @@ class HookState:
                 f"the state was saved in another mode than {self.mode}, without the start of a round; restore it with "
                 "the same mode"
             )
+        if isinstance(self.mode, OuterMode) and "outer" in state:
+            check_rounds_in_flight(state["outer"], self.mode)
+        if state["ranks"] == self.size:
+            check_saved_estimates(state.get("filters", EMPTY_STATE), self._ef21)
         if state["momentum"] != self.momentum:
             raise UsageError(
                 f"the state must be of momentum {self.momentum}, got {state['momentum']}; use the same"

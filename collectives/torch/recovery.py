@@ -174,14 +174,14 @@ class RecoveringExchange(DdpBucketExchange):
                 if self._before is None:
                     self._before = self._snapshot()
                 self._averager.communicator._begin_batch()
-            kept = _HeldBucket(bucket) if self._continued is None else KeptBucket(bucket)
+            kept = KeptBucket(bucket) if self.regroups else _HeldBucket(bucket)
             self._kept.append(kept)
             if isinstance(kept, _HeldBucket):
                 self._hold(kept, async_op=not bucket.is_last())
             if bucket.is_last():
                 chosen: list[DdpBucket] = []
                 with self._averager.recorder.waiting():
-                    if self._continued is not None:
+                    if self.regroups:
                         chosen = self.regrouped(self._kept)
                         for one in chosen:
                             self._hold(_HeldBucket(one), async_op=False)

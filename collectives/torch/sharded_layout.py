@@ -152,14 +152,14 @@ class ShardedUnit:
                 placed: Any = parameter
                 found.append(
                     ShardedParameter(
-                        name, tuple(placed.shape), placed.placements[0].dim, placed.device_mesh.size()
+                        name, tuple(placed.shape), placed.placements[-1].dim, placed.device_mesh.size(-1)
                     )
                 )
         return UnitLayout(tuple(found))
 
     @property
     def mesh(self) -> Any:
-        """The `DeviceMesh` of its parameters."""
+        """The `DeviceMesh` of its parameters: one dimension, or that of replicas before that of shards."""
         placed: Any = self.parameters[0][1]
         return placed.device_mesh
 
@@ -167,10 +167,10 @@ class ShardedUnit:
 def sharded_units(model: nn.Module) -> list[ShardedUnit]:
     """Return the units of a model that have parameters, by the order of their modules.
 
-    Raises `UsageError` if it has none, or their mesh is not the same mesh of one dimension.
+    Raises `UsageError` if it has none, or their mesh is not the same mesh of one or two dimensions.
     """
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
     modules = [(name, one) for name, one in model.named_modules() if isinstance(one, FSDPModule)]
     for _, module in modules:
@@ -191,10 +191,10 @@ def sharded_units(model: nn.Module) -> list[ShardedUnit]:
             f"model must have modules of fully_shard, got a {type(model).__name__} without; call fully_shard before"
         )
     for unit in units:
-        if unit.mesh.ndim != 1:
+        if unit.mesh.ndim > 2:
             raise UsageError(
-                f"the mesh of fully_shard must have one dimension, got {unit.mesh.ndim}: torch has no hook for the "
-                'other reductions; for HSDP shard over mesh["shard"] and give replicate=mesh["replicate"]'
+                f"the mesh of fully_shard must have one or two dimensions, got {unit.mesh.ndim}; shard over "
+                "a part of it"
             )
         if unit.mesh != units[0].mesh:
             raise UsageError(
@@ -202,9 +202,11 @@ def sharded_units(model: nn.Module) -> list[ShardedUnit]:
             )
         for one_name, parameter in unit.parameters:
             placed: Any = parameter
-            if not isinstance(placed.placements[0], Shard) or not parameter.is_floating_point():
+            *others, last = placed.placements
+            sharded = isinstance(last, Shard) and all(isinstance(one, Replicate) for one in others)
+            if not sharded or not parameter.is_floating_point():
                 raise UsageError(
-                    f"{one_name} must be sharded and of floats, got {placed.placements[0]} of {parameter.dtype}; "
+                    f"{one_name} must be sharded and of floats, got {placed.placements} of {parameter.dtype}; "
                     "give it to fully_shard's ignored_params"
                 )
     return units

@@ -235,7 +235,9 @@ class UnitReduction:
         state = self._state
         if isinstance(messages, EntryChunkMessages) and state.protects:
             messages.remember()
-        return messages.encode(given, step=state.step, rank=dist.get_rank(), scale=state.scale)
+        return messages.encode(
+            given, step=state.step, rank=dist.get_rank(), scale=state.scale, draw=state.passes
+        )
 
     def _reduced(
         self,

@@ -31,6 +31,7 @@ from collectives.sparse.exchange_choice import AUTO_DENSITY, SELECTION_SECONDS, 
 from collectives.tables.numpy_arrays import ArrayLibrary
 from collectives.training.checkpoint_state import EMPTY_STATE, BucketPart, FilterState, describe_state
 from collectives.training.exchange_settings import ExchangeSettings, LossScale
+from collectives.training.gradient_estimates import GradientEstimates
 from collectives.training.gradient_filters import FilterCall
 from collectives.training.mailbox import Mailbox
 from collectives.training.modes import ASP, BSP, SSP, DiLoCo, Gossip, LocalSGD, Mode, OuterMode
@@ -112,7 +113,7 @@ class Averager(ABC):
 
     @property
     def filters(self) -> bool:
-        """Whether a filter of dense gradients is set."""
+        """Whether state is kept by parameter, which `start` must know."""
         return False
 
     def filter_state(self) -> dict[str, Any]:
@@ -177,6 +178,11 @@ class InStepAverager(Averager):
         self._filter = None if settings.filter is None else settings.filter.exchange(communicator)
         self._memory = None if self._filter is None else self._filter.memory
         self._filter_text = f"{settings.filter or ''}"
+        self._estimates: GradientEstimates | None = None
+        if settings.top_k is not None and settings.top_k.ef21 is not None:
+            self._estimates = GradientEstimates(communicator, settings.top_k.ef21)
+            self._memory = self._estimates.memory
+            self._filter_text = GradientEstimates.settings_text(settings.top_k.ef21)
 
     def start(
         self,
@@ -227,10 +233,10 @@ class InStepAverager(Averager):
             }
 
         filtered = None
+        if parts is None:
+            elements = elements_of(comm, gradients)
+            parts = (BucketPart(key, 0, elements, (elements,)),)
         if self._filter is not None:
-            if parts is None:
-                elements = elements_of(comm, gradients)
-                parts = (BucketPart(key, 0, elements, (elements,)),)
             filtered = self._filter.start(FilterCall(key, gradients, parts, step, scale, op, out, async_op))
         note: Mapping[str, Any] | None
         if filtered is not None:
@@ -248,8 +254,9 @@ class InStepAverager(Averager):
         else:
             # first, since it keeps the gradient if ranks cannot agree on its exchange
             self._keys.add(key)
+            changes = None if self._estimates is None else self._estimates.change(gradients, parts, scale)
             found = comm.sparse_all_reduce(
-                gradients,
+                gradients if changes is None else changes.arrays,
                 density=density,
                 op=op,
                 key=key,
@@ -259,10 +266,12 @@ class InStepAverager(Averager):
                 loss_scale=scale,
                 layers=layers,
                 clip=sparse.clip,
-                out=out,
+                out=out if changes is None else changes.arrays,
                 async_op=async_op or comm.on_failure == "shrink",
             )
             handle = Handle.around(found)
+            if self._estimates is not None and changes is not None:
+                handle = handle.then(partial(self._estimates.add, changes, out))
             note = None
             if not isinstance(found, Handle):
                 chosen = comm.exchange_for(
@@ -319,13 +328,14 @@ class InStepAverager(Averager):
         memory, keys = self._memory, self._keys
         finite = memory is None or memory.settle()
         if keys:
-            finite, self._keys = self.communicator._end_sparse_step(keys), set()
+            # estimates are not finite if what was added to them is not
+            finite, self._keys = self.communicator._end_sparse_step(keys, lost=not finite), set()
         if not finite:
             self._warn_of_step()
 
     @property
     def filters(self) -> bool:
-        return self._filter is not None
+        return self._memory is not None or self._filter is not None
 
     def filter_state(self) -> dict[str, Any]:
         kept = super().filter_state() if self._memory is None else self._memory.state()

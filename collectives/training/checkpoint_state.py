@@ -90,8 +90,10 @@ class FilterState:
         self._unused: set[str] = set()
         self._since = 0
 
-    def add_to(self, parts: Sequence[BucketPart], lines: Sequence[Line], *, scale: float = 1.0) -> None:
-        """Add the residuals of parameters, times a loss scale, to a line of each rank.
+    def add_to(
+        self, parts: Sequence[BucketPart], lines: Sequence[Line], *, scale: float = 1.0, place: int = 0
+    ) -> None:
+        """Add the residuals of parameters, times a loss scale, to a line of each rank from the one at `place`.
 
         Raises `UsageError` if a residual, which comes from a checkpoint, has another length than its parameter.
         """
@@ -105,7 +107,7 @@ class FilterState:
                     f"the residual of {part.name} must have {part.stop - part.start} elements, got {kept[0].size}; "
                     "load a checkpoint into the model that it was saved from"
                 )
-            for line, residual in zip(lines, kept, strict=True):
+            for line, residual in zip(lines, kept[place : place + len(lines)], strict=True):
                 line[part.start : part.stop] += residual if scale == 1 else residual * scale
 
     def keep(self, parts: Sequence[BucketPart], lines: Sequence[Line], *, scale: float = 1.0) -> None:

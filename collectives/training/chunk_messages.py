@@ -58,8 +58,13 @@ class ChunkMessages(ABC):
         self.key, self.chunks, self.count, self.dtype = key, chunks, count, dtype
 
     @abstractmethod
-    def encode(self, gradient: Array, *, step: int, rank: int, scale: float) -> Bytes:
-        """Return the messages of a (chunks, count) gradient times a loss scale, (chunks, bytes)."""
+    def encode(
+        self, gradient: Array, *, step: int, rank: int, scale: float, draw: int | None = None
+    ) -> Bytes:
+        """Return the messages of a (chunks, count) gradient times a loss scale, (chunks, bytes).
+
+        `step` chooses a density by function; `draw` is the number of the random rounding, by default that of the step.
+        """
 
     @abstractmethod
     def add(self, message: Bytes, total: Array) -> None:
@@ -112,7 +117,9 @@ class EntryChunkMessages(ChunkMessages):
     def how(self) -> str:  # type: ignore[override]
         return "whole chunks" if self._whole else "entries"
 
-    def encode(self, gradient: Array, *, step: int, rank: int, scale: float) -> Bytes:
+    def encode(
+        self, gradient: Array, *, step: int, rank: int, scale: float, draw: int | None = None
+    ) -> Bytes:
         density = self._settings.at(step)
         assert density != "auto", "compress_fsdp2 refuses it"
         self._use(density)
@@ -126,7 +133,7 @@ class EntryChunkMessages(ChunkMessages):
             if self._whole:
                 made.append(entries[1].view(np.uint8))
                 continue
-            encoded = self._messages.encoded(entries, shard, rank=rank, step=step)
+            encoded = self._messages.encoded(entries, shard, rank=rank, step=step if draw is None else draw)
             if encoded.lost is not None:
                 self._arrays.add(part.residual, encoded.lost)
             made.append(encoded.message)
@@ -171,7 +178,9 @@ class CodeChunkMessages(ChunkMessages):
         self._settings = settings
         self.how = f"{settings.bits} bits"
 
-    def encode(self, gradient: Array, *, step: int, rank: int, scale: float) -> Bytes:
+    def encode(
+        self, gradient: Array, *, step: int, rank: int, scale: float, draw: int | None = None
+    ) -> Bytes:
         how, made = self._settings, []
         for number, chunk in enumerate(gradient):
             largest = largest_magnitudes(chunk, how.block)
@@ -183,7 +192,7 @@ class CodeChunkMessages(ChunkMessages):
                 values,
                 bits=how.bits,
                 seed=how.seed << 32 | zlib.crc32(f"{self.key}, chunk {number}".encode()),
-                step=step,
+                step=step if draw is None else draw,
                 stream=rank,
                 block=how.block,
             )
@@ -207,7 +216,9 @@ class RoundedChunkMessages(ChunkMessages):
         self.how = settings.dtype
         self._format: FloatFormat = "bfloat16" if settings.dtype == "bfloat16" else "float16"
 
-    def encode(self, gradient: Array, *, step: int, rank: int, scale: float) -> Bytes:
+    def encode(
+        self, gradient: Array, *, step: int, rank: int, scale: float, draw: int | None = None
+    ) -> Bytes:
         return _in_rows([narrow(np.ascontiguousarray(one), self._format).view(np.uint8) for one in gradient])
 
     def add(self, message: Bytes, total: Array) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
-from collectives.sparse.exchange_choice import AUTO_DENSITY
-from collectives.sparse.selection.error_feedback import checked_density
+from collectives.sparse.exchange_choice import AUTO_DENSITY, check_exchange
+from collectives.sparse.selection.error_feedback import checked_density, checked_momentum
 from collectives.training.common_rows import CommonRows
 from collectives.training.gradient_filters import Cast, Quantize, Threshold
 from collectives.training.low_rank import LowRank
@@ -94,10 +94,15 @@ class TopK:
     exchange, momentum, wire
         As in `Communicator.sparse_all_reduce`: how entries travel, momentum correction, and the encoding of entries.
     per : str
-        "bucket" for the largest entries of each bucket, "layer" for those of each parameter.
+        "bucket" for the largest entries of each bucket, "layer" for those of each parameter, "model" for those of all
+        parameters of a dtype together: then nothing is sent before the backward pass has ended.
     clip : float, optional
         Norm to which each rank scales a bucket down before it adds the residual, times the square root of the number of
         ranks: about the norm at which the average would be clipped. By default none.
+    ef21 : float, optional
+        Momentum eta of EF21-M (`collectives.training.gradient_estimates`), above 0 and at most 1; 1 is EF21. Ranks then
+        send changes of the momentum of their gradient, and the result is the estimate of its average: use plain
+        ``SGD(momentum=0)``. By default ordinary error feedback.
 
     Examples
     --------
@@ -111,13 +116,13 @@ class TopK:
     wire: WireFormat | None = None
     per: str = "bucket"
     clip: float | None = None
+    ef21: float | None = None
 
     def __post_init__(self) -> None:
-        if self.per not in ("bucket", "layer"):
-            raise UsageError(
-                f"per of TopK must be bucket or layer, got {self.per!r}; for all parameters at once, make one bucket "
-                "(bucket_bytes of GradientSynchronizer, bucket_cap_mb of DDP)"
-            )
+        if self.per not in ("bucket", "layer", "model"):
+            raise UsageError(f"per of TopK must be bucket, layer or model, got {self.per!r}; leave it out")
+        check_exchange(self.exchange)
+        checked_momentum(self.momentum)
         if self.per == "layer" and self.exchange not in ("auto", "dense", "pairs", "hashed"):
             raise UsageError(
                 f"exchange {self.exchange!r} selects by the shards of its plan; with per='layer' use auto, pairs, "
@@ -125,6 +130,15 @@ class TopK:
             )
         if self.clip is not None and not (isinstance(self.clip, Real) and 0 < self.clip < math.inf):
             raise UsageError(f"clip of TopK must be a norm above 0, got {self.clip!r}; leave it out for none")
+        if self.ef21 is not None:
+            if not (isinstance(self.ef21, Real) and 0 < self.ef21 <= 1):
+                raise UsageError(
+                    f"ef21 of TopK must be a momentum above 0 and at most 1, got {self.ef21!r}; leave it out for none"
+                )
+            if self.momentum or self.clip is not None:
+                raise UsageError(
+                    "ef21 has a momentum of its own, and clip would bound changes; leave these out"
+                )
         if not callable(self.density) and self.density != "auto":
             checked_density(self.density)
             if isinstance(self.density, int):
@@ -145,13 +159,14 @@ class TopK:
         more = f", per={self.per!r}" * (self.per != "bucket") + f", clip={self.clip}" * (
             self.clip is not None
         )
+        more += f", ef21={self.ef21}" * (self.ef21 is not None)
         return (
             f"TopK({density}, exchange={self.exchange!r}, momentum={self.momentum}, wire={self.wire}{more})"
         )
 
     def layers(self, parts: Sequence[BucketPart] | None) -> list[int] | None:
         """Return the elements of each parameter of a bucket if each sends its own share; None for a bucket as one."""
-        if parts is None or self.per == "bucket":
+        if parts is None or self.per != "layer":
             return None
         return [part.stop - part.start for part in parts]
 
@@ -299,7 +314,7 @@ def current_options(
     Raises `UsageError` if two of them exclude each other.
 
     >>> current_options({"density": 0.01, "momentum": 0.9, "mode": None})
-    (TopK(density=0.01, exchange='auto', momentum=0.9, wire=None, per='bucket', clip=None), None, None)
+    (TopK(density=0.01, exchange='auto', momentum=0.9, wire=None, per='bucket', clip=None, ef21=None), None, None)
     """
     named = [one for one in _COMPRESSION_OF if old.get(one) is not None]
     if named and compression is not None:
@@ -353,6 +368,10 @@ class ExchangeSettings:
             raise UsageError(
                 f"compression {type(how).__name__} needs steps that wait for all ranks, got sync {self.mode}; leave "
                 "one of them out"
+            )
+        if self.shrinks and self.top_k is not None and self.top_k.ef21 is not None:
+            raise UsageError(
+                "ef21 of TopK keeps what failed ranks have sent, and needs fault_tolerance=None; leave one of them out"
             )
 
     def __str__(self) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -47,6 +49,7 @@ from collectives.training.exchange_settings import (
     refuse_compression_as_plan,
     warn_of_deprecated,
 )
+from collectives.training.gradient_estimates import check_saved_estimates
 from collectives.training.gradient_filters import Cast
 from collectives.training.modes import (
     ASP,
@@ -60,6 +63,7 @@ from collectives.training.modes import (
     Proximal,
     mode_of,
 )
+from collectives.training.outer_optimizers import check_rounds_in_flight
 from collectives.training.report import Recorder, log_start, register_recorder
 from topoplan.errors import BackendError, RefusedError, UsageError
 
@@ -170,6 +174,9 @@ class GradientSynchronizer:
         )
         how = ExchangeSettings(compression, mode_of(sync, "sync"))
         self.mode, self._sparse = how.mode, how.top_k is not None
+        self._ef21 = None if how.top_k is None else how.top_k.ef21
+        if shrink is not None and self._ef21 is not None:
+            replace(how, shrinks=True)  # which refuses them together
         if isinstance(compression, Cast) and not isinstance(how.mode, BSP):
             raise UsageError(f"compression Cast needs steps that wait for all ranks, got sync {how.mode}")
         join_token = None if shrink is None else shrink.join_token
@@ -192,6 +199,8 @@ class GradientSynchronizer:
             self._on_change, self._notes = None if shrink is None else shrink.on_change, 0
             with self._refuse_on_error("making the synchronizer"):
                 self._shapes = GradientShapes(parameters, comm.ranks, comm.one_rank, comm.arrays)
+                if how.top_k is not None and how.top_k.per == "model":
+                    bucket_bytes = sys.maxsize
                 self.buckets = buckets_of(self._shapes.gradients, bucket_bytes=bucket_bytes)
                 self._check_recoverable()
                 memory = self._memory(how, self._shapes.lists(parameters, "parameter"))
@@ -583,6 +592,10 @@ class GradientSynchronizer:
                 f"the state was saved in another mode than {self.mode}, without the start of a round; restore it with "
                 "the same mode"
             )
+        if isinstance(self.mode, OuterMode) and "outer" in state:
+            check_rounds_in_flight(state["outer"], self.mode)
+        if state["ranks"] == same["ranks"]:
+            check_saved_estimates(state.get("filters", EMPTY_STATE), self._ef21)
         if state["ranks"] == same["ranks"] and tuple(state.get("held", ranks)) != tuple(ranks):
             raise UsageError(
                 f"the state is that of ranks {list(state['held'])}, and this process has {list(ranks)}; every process "

@@ -436,6 +436,17 @@ class OuterOptimizer:
         library.put(array, made.reshape(library.shape(array)))
 
 
+def check_rounds_in_flight(state: Mapping[str, Any], mode: OuterMode) -> None:
+    """Raise `UsageError` if a state of `OuterOptimizer` has the result of another kind of mode in flight."""
+    saved = str(state["mode"])
+    waiting = any(not one["moved"] for one in state["rounds"])
+    if waiting and saved.partition("(")[0] != type(mode).__name__:
+        raise UsageError(
+            f"the state has a round of {saved} in flight, which {type(mode).__name__} cannot use; load it into "
+            f"{saved.partition('(')[0]}, or save it between rounds or after finish()"
+        )
+
+
 def _key(names: Sequence[str]) -> str:
     return f"parameters {names[0]}" + (f" to {names[-1]}" if len(names) > 1 else "")
 

@@ -187,25 +187,43 @@ def owner_bytes(kind: str, ranks: int, density: float, exchange: str) -> tuple[i
     return max(sent), max(received)
 
 
+def least_bytes(kind: str, ranks: int, density: float) -> int:
+    """Return the bytes that some rank must receive for exact sums: values of 4 bytes of all indices but its own k.
+
+    The indices themselves are not counted.
+    """
+    entries = round(density * OWNED)
+    chosen = [topk(one, entries)[0] for one in clustered_gradients(kind, ranks)]
+    return 4 * (len(np.unique(np.concatenate(chosen))) - entries)
+
+
 def owner_loads() -> None:
-    """Owners by ranges and by hash on three kinds of gradients, and the bytes of hashed owners and gathered pairs."""
+    """Owners by ranges and by hash on three kinds of gradients, and the bytes of three exchanges and of exact sums."""
     print(
         f"# one sparse allreduce of {OWNED} float32, entries of 8 bytes; load: entries of the fullest owner over"
     )
-    print("# the mean; bytes of the fullest rank in units of k entries of 8 bytes, sent and received")
-    print("# kind            ranks  density   ranges   hashed   hashed sent, received   pairs sent, received")
+    print(
+        "# the mean; bytes of the fullest rank in units of k entries of 8 bytes, sent and received; least: what"
+    )
+    print("# exact sums take without their indices; balanced owners choose k of the sums again")
+    print(
+        "# kind            ranks  density   ranges   hashed   hashed sent, received   pairs sent, received    least   "
+        "balanced sent, received"
+    )
     for kind in KINDS_OF_GRADIENTS:
-        for ranks in (4, 8):
+        for ranks in (4, 8, 16):
             for density in (0.01, 0.1):
                 by_range, by_hash = fullest_loads(kind, ranks, density)
                 unit = 8 * round(density * OWNED)
-                hashed, pairs = (
+                hashed, pairs, balanced = (
                     [one / unit for one in owner_bytes(kind, ranks, density, name)]
-                    for name in ("hashed", "pairs")
+                    for name in ("hashed", "pairs", "balanced")
                 )
+                least = least_bytes(kind, ranks, density) / unit
                 print(
                     f"  {kind:<14}  {ranks:>5}  {density:>7}  {by_range:>7.2f}  {by_hash:>7.2f}  "
-                    f"{hashed[0]:>12.2f}  {hashed[1]:>8.2f}  {pairs[0]:>12.2f}  {pairs[1]:>8.2f}"
+                    f"{hashed[0]:>12.2f}  {hashed[1]:>8.2f}  {pairs[0]:>12.2f}  {pairs[1]:>8.2f}  {least:>8.2f}  "
+                    f"{balanced[0]:>12.2f}  {balanced[1]:>8.2f}"
                 )
 
 

@@ -5,9 +5,21 @@ that ``tc`` shapes to 1 Gbit/s, and trains the same network under DistributedDat
 for the same number of seconds. Ranks of one server use the loopback device of their namespace. Methods take turns, in
 another order for each seed, so that all meet the same machine; the short form is ``--seconds 2 --seeds 1``.
 
+Two models, both of about 4.2 million parameters at the default width:
+
+    layers   three dense layers: each parameter costs 6 flops for each of 16 images
+    table    a table of 64 numbers for each of 64 ``width`` tokens, and two small layers, as in recommenders: a batch
+             reads 4096 rows, so that a parameter costs about a flop, and the link decides. On GPUs, which compute a
+             thousand times faster than a core, the link decides for dense layers too
+
+"HSDP" is FSDP2 over the ranks of a server, averaged between servers, over torch's gloo group: dense, and with top-k.
+
 A step counts from ``zero_grad`` to the end of the optimizer, by the median of a run; a mode with rounds has its mean
 too, as most of its steps send nothing. The loss is on images that were not trained on, after ``finish``; a run's clock
-stands while it is computed. Every ``CHECK`` steps the ranks agree whether the time is over, by four bytes.
+stands while it is computed. *CPU* is processor time of rank 0 in a step, and *MB* what a server's network device sent
+in it: neither depends much on other load. *Sum* is that time and that of those bytes at the link's rate: a step of
+ranks that have a processor each, if nothing overlaps. Ratios are of the same seed: the median, and the range. Every
+``CHECK`` steps the ranks agree whether the time is over, by four bytes.
 """
 
 from __future__ import annotations
@@ -49,8 +61,13 @@ WARM_UP = 4
 """Steps of every run before its clock starts: DDP arranges its buckets, and code is compiled."""
 
 PERIOD = 20
-BATCH, RATE, MOMENTUM = 16, 0.02, 0.9
+BATCH, MOMENTUM = 16, 0.9
+RATES = {"layers": 0.02, "table": 1.0}
+"""The models, and the learning rate of each."""
+
 SHOWN, UNSEEN = 2000, 500
+TOKENS, TEXT, TEXTS, DIMENSION = 64, 64, 64, 64
+"""Tokens for each unit of the width, tokens of a text, texts of a batch, and numbers of a row of the table."""
 DENSITY = 0.01
 
 METHODS = (
@@ -67,6 +84,8 @@ METHODS = (
     "DiLoCo, 2 fragments",
     "SparseLoCo",
     "SparseLoCo, senders",
+    "HSDP",
+    "HSDP, top-k 1 %",
 )
 
 
@@ -78,6 +97,7 @@ class TrainingJob:
     seeds: int
     width: int
     mbit: int
+    model: str
     methods: tuple[str, ...]
 
 
@@ -91,9 +111,14 @@ def main(words: Sequence[str] = ()) -> None:
     ):
         kind = whole_number(least, most, f"whole number from {least} to {most}")
         parser.add_argument(f"--{name}", type=kind, default=default, help=words_of)
-    parser.add_argument("--only", default="", metavar="TEXT", help="methods with this text, and dense")
+    parser.add_argument("--model", choices=tuple(RATES), default="layers", help="what is trained")
+    parser.add_argument(
+        "--only", action="append", metavar="TEXT", help="methods with this text, and dense; may be repeated"
+    )
     given = parser.parse_args(list(words))
-    chosen = tuple(one for one in METHODS if given.only in one or one == "dense")
+    chosen = tuple(
+        one for one in METHODS if one == "dense" or any(text in one for text in given.only or [""])
+    )
     if not given.seconds > 0:
         raise UsageError(f"seconds must be above 0, got {given.seconds}")
     if find_spec("torch") is None:
@@ -102,7 +127,7 @@ def main(words: Sequence[str] = ()) -> None:
     if refusal := sandbox_refusal():
         print(f"not measured: {refusal}")
         return
-    job = TrainingJob(given.seconds, given.seeds, given.width, given.mbit, chosen)
+    job = TrainingJob(given.seconds, given.seeds, given.width, given.mbit, given.model, chosen)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
     with (
         tempfile.TemporaryFile("w+") as errors,
@@ -121,7 +146,7 @@ def main(words: Sequence[str] = ()) -> None:
                 continue
             if not any(found.values()):
                 print(
-                    f"# {told['parameters'] / 1e6:.1f} million parameters, batches of {BATCH}, {job.seconds:g} s of "
+                    f"# {told['parameters'] / 1e6:.1f} million parameters ({job.model}), {job.seconds:g} s of "
                     f"training, {job.seeds} seeds, rounds of {PERIOD} steps",
                     flush=True,
                 )
@@ -132,14 +157,19 @@ def main(words: Sequence[str] = ()) -> None:
         if sandbox.wait():
             errors.seek(0)
             raise UsageError(f"the ranks failed: {' '.join(errors.read().split()[-40:])}")
-    _print_table(found)
+    _print_table(found, job.mbit)
 
 
-def _print_table(found: dict[str, list[dict[str, Any]]]) -> None:
+def _print_table(found: dict[str, list[dict[str, Any]]], mbit: int) -> None:
     table = Table(
         "method|<25",
         "step ms|8.1f",
         "mean ms|8.1f",
+        "x dense|8.2f",
+        "spread|13",
+        "CPU ms|8.1f",
+        "MB|8.3f",
+        "sum ms|8.1f",
         "x dense|8.2f",
         "spread|13",
         "steps|6",
@@ -147,8 +177,11 @@ def _print_table(found: dict[str, list[dict[str, Any]]]) -> None:
         "spread|15",
     )
     dense = {one["seed"]: one for one in found["dense"]}
-    for name, runs in found.items():
+    for name, runs in sorted(found.items(), key=lambda one: one[0] != "dense"):
         ratios = sorted(dense[one["seed"]]["mean"] / one["mean"] for one in runs)
+        for one in runs:
+            one["sum"] = one["cpu"] + 8e-6 * one["sent"] / mbit
+        sums = sorted(dense[one["seed"]]["sum"] / one["sum"] for one in runs)
         losses = sorted(one["loss"] for one in runs)
         table.row(
             name,
@@ -156,6 +189,11 @@ def _print_table(found: dict[str, list[dict[str, Any]]]) -> None:
             statistics.median(one["mean"] for one in runs) * 1e3,
             statistics.median(ratios),
             f"{ratios[0]:.2f}-{ratios[-1]:.2f}",
+            statistics.median(one["cpu"] for one in runs) * 1e3,
+            statistics.median(one["sent"] for one in runs) / 1e6,
+            statistics.median(one["sum"] for one in runs) * 1e3,
+            statistics.median(sums),
+            f"{sums[0]:.2f}-{sums[-1]:.2f}",
             round(statistics.median(one["steps"] for one in runs)),
             statistics.median(losses),
             f"{losses[0]:.4f}-{losses[-1]:.4f}",
@@ -210,8 +248,10 @@ def train_all(job: TrainingJob) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    shown, labels = (torch.from_numpy(one) for one in images(SHOWN, seed=1))
-    unseen = tuple(torch.from_numpy(one) for one in images(UNSEEN, seed=2))
+    made = (images(SHOWN, seed=1), images(UNSEEN, seed=2))
+    if job.model == "table":
+        made = (texts(SHOWN, TOKENS * job.width, seed=1), texts(UNSEEN, TOKENS * job.width, seed=2))
+    (shown, labels), unseen = (tuple(torch.from_numpy(one) for one in two) for two in made)
     for seed in range(job.seeds):
         order = random.Random(seed).sample(job.methods, len(job.methods))
         for method in order:
@@ -219,6 +259,62 @@ def train_all(job: TrainingJob) -> None:
             if dist.get_rank() == 0:
                 print(json.dumps({**told, "method": method, "seed": seed}), flush=True)
     dist.destroy_process_group()
+
+
+def texts(count: int, tokens: int, *, seed: int) -> tuple[Any, Any]:
+    """Return texts of `TEXT` tokens by Zipf's law, a third of them of the text's class, and the ten classes."""
+    import numpy as np
+
+    draw, common = np.random.default_rng(seed), np.random.default_rng(0).permutation(tokens)
+    labels, (ranked, own) = draw.integers(0, 10, count), draw.zipf(1.2, (2, count, TEXT)) - 1
+    own = labels[:, None] + 10 * np.minimum(own, tokens // 10 - 1)
+    return np.where(draw.random(own.shape) < 1 / 3, own, common[np.minimum(ranked, tokens - 1)]), labels
+
+
+def bytes_sent() -> int:
+    """Return the bytes that this server's network device has sent."""
+    with open("/proc/self/net/dev") as lines:
+        for line in lines:
+            name, _, counts = line.partition(":")
+            if name.strip() == "c0":
+                return int(counts.split()[8])
+    raise UsageError("the server has no device c0")
+
+
+def _network(job: TrainingJob) -> Any:
+    from torch import nn
+
+    if job.model == "table":
+        table = nn.EmbeddingBag(TOKENS * job.width, DIMENSION, mode="mean")
+        nn.init.normal_(table.weight, std=0.03)  # of larger ones, the small layers would learn all
+        return nn.Sequential(
+            table,
+            nn.Linear(DIMENSION, DIMENSION),
+            nn.ReLU(),
+            nn.Linear(DIMENSION, 10),
+        )
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(3072, job.width),
+        nn.ReLU(),
+        nn.Linear(job.width, job.width),
+        nn.ReLU(),
+        nn.Linear(job.width, 10),
+    )
+
+
+def _sharded(network: Any, method: str) -> Any:
+    """Shard a network over the ranks of each server by FSDP2; return the state of its average between servers."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from collectives.torch import TopK, compress_fsdp2
+
+    names = ("replicate", "shard")
+    mesh = init_device_mesh("cpu", (len(SERVERS), PER_SERVER), mesh_dim_names=names)
+    fully_shard(network, mesh=mesh["shard"])
+    between = TopK(DENSITY) if "top-k" in method else None
+    return compress_fsdp2(network, replicate=mesh["replicate"], replicate_compression=between)
 
 
 def _train(
@@ -231,21 +327,14 @@ def _train(
     from collectives.examples.train_cifar_like import mean_loss
 
     torch.manual_seed(seed)
-    width = job.width
-    network = nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(3072, width),
-        nn.ReLU(),
-        nn.Linear(width, width),
-        nn.ReLU(),
-        nn.Linear(width, 10),
-    )
+    network, batch = _network(job), TEXTS if job.model == "table" else BATCH
+    parameters = sum(one.numel() for one in network.parameters())
     rank, size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     steps, seconds = 0, list[float]()
 
     def step(model: Any, optimizer: Any) -> None:
-        chosen = torch.randint(rank, len(labels) // size * size, (BATCH,), generator=generator)
+        chosen = torch.randint(rank, len(labels) // size * size, (batch,), generator=generator)
         chosen -= chosen % size - rank  # each rank has images of its own
         optimizer.zero_grad()
         loss: Any = nn.functional.cross_entropy(model(shown[chosen]), labels[chosen])
@@ -253,16 +342,26 @@ def _train(
         optimizer.step()
 
     with _selection(method):
-        model, state = nn.parallel.DistributedDataParallel(network), _hook(method)
-        if state is not None:
-            state.register(model)
-            assert state.communicator.backend == "tcp", "gradients must cross the link, not shared memory"
-        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+        model: Any = network
+        state: Any = None
+        if method.startswith("HSDP"):
+            state = _sharded(network, method)
+        else:
+            model, state = (
+                nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True),
+                _hook(method),
+            )
+            if state is not None:
+                state.register(model)
+                assert state.communicator.backend == "tcp", "gradients must cross the link, not shared memory"
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=RATES[job.model], momentum=MOMENTUM, fused=not method.startswith("HSDP")
+        )
         for _ in range(WARM_UP):
             step(model, optimizer)
         over = torch.zeros(1)
         dist.barrier()
-        started = time.perf_counter()
+        started, cpu, sent = time.perf_counter(), time.process_time(), bytes_sent()
         while not over:
             before = time.perf_counter()
             step(model, optimizer)
@@ -271,14 +370,17 @@ def _train(
             if steps % CHECK == 0:
                 over[0] = float(time.perf_counter() - started >= job.seconds)
                 dist.broadcast(over, 0)
-        took = time.perf_counter() - started
+        took, cpu = time.perf_counter() - started, time.process_time() - cpu
+        dist.barrier()
+        sent = bytes_sent() - sent
         if state is not None:
-            state.finish()
+            if not method.startswith("HSDP"):
+                state.finish()
             state.close()
     loss = mean_loss(network, *unseen)
     return {
         **{"loss": loss, "steps": steps, "mean": took / steps, "median": statistics.median(seconds)},
-        "parameters": sum(one.numel() for one in network.parameters()),
+        **{"parameters": parameters, "cpu": cpu / steps, "sent": sent / steps},
     }
 
 

@@ -468,6 +468,75 @@ def the_options_of_fully_shard_keep_their_meaning() -> None:
 
 
 @scenario(4)
+def reduce_scatters_of_two_dimensions_are_compressed_within_replicas() -> None:
+    """torch's own HSDP: at density 1 the average of all; an infinite gradient restores residuals of all replicas."""
+    wanted = {name: sum(of_all_ranks(one)) / 4 for name, one in own_gradients(0).items()}
+    model = sharded(grid())
+    compress_fsdp2(model, TopK(1.0))
+    loss_of(model, 0).backward()
+    for name, one in whole_gradients(model).items():
+        assert (one - wanted[name]).abs().max() < 1e-14
+    model = sharded(grid())
+    state = compress_fsdp2(model, TopK(0.1), loss_scale=1.0)
+    loss_of(model, 0).backward()
+    move(model)
+    before = state.state_dict()
+    assert before["ranks"] == [[dist.get_rank() % 2, 2], [dist.get_rank() // 2, 2]]
+    (loss_of(model, 1) * (math.inf if dist.get_rank() == 3 else 1.0)).backward()
+    model.zero_grad()
+    after = state.state_dict()
+    assert before["shards"]
+    assert not after["replicas"]
+    for name, kept in before["shards"].items():
+        assert torch.equal(kept["residual"], after["shards"][name]["residual"]), name
+
+
+@scenario(4)
+def micro_batches_of_a_step_sum_up_and_are_restored_together() -> None:
+    """Two passes that both reduce are one step: sent and kept sum up; an overflow in the second undoes the first."""
+    mesh = mesh_of_all()
+    for how in (TopK(0.2), LowRank(1, begins=0), Quantize(8)):
+        whole, parts = sharded(mesh, torch.float32), sharded(mesh, torch.float32)
+        one = compress_fsdp2(whole, how)
+        two = compress_fsdp2(parts, how, loss_scale=1.0, micro_batches=2)
+        for step in range(2):
+            loss_of(whole, step, torch.float32).backward()
+            loss_of(parts, step, torch.float32).backward()
+        assert two.step == 0
+        for name, gradient in whole_gradients(whole).items():
+            close = 0.05 if isinstance(how, Quantize) else 0.0  # rounding draws other numbers
+            assert (gradient - whole_gradients(parts)[name]).abs().max() <= close, (how, name)
+        kept = two.state_dict()
+        assert (one.step, two.step) == (1, 1), "the first counts each pass, and has ended one"
+        for name, held in one.state_dict()["shards"].items():
+            assert torch.equal(held["residual"], kept["shards"][name]["residual"]), name
+        parts.zero_grad()
+        loss_of(parts, 2, torch.float32).backward()
+        (loss_of(parts, 3, torch.float32) * (math.inf if dist.get_rank() == 1 else 1.0)).backward()
+        parts.zero_grad()
+        loss_of(parts, 4, torch.float32).backward()  # begins the next step, and ends the one that overflows
+        two.end_step()  # of one pass
+        assert two.step == 3
+        again = sharded(mesh, torch.float32)
+        third = compress_fsdp2(again, how, loss_scale=1.0, micro_batches=2)
+        third.load_state_dict(kept)
+        third.recorder.step = 2
+        loss_of(again, 4, torch.float32).backward()
+        for name, held in third.state_dict()["shards"].items():
+            assert torch.equal(held["residual"], two.state_dict()["shards"][name]["residual"]), (how, name)
+
+
+@scenario(4)
+def passes_that_add_up_without_being_named_are_warned_of_once() -> None:
+    model = sharded(mesh_of_all())
+    compress_fsdp2(model, TopK(0.1), loss_scale=1.0)
+    loss_of(model, 0).backward()
+    with pytest.warns(UserWarning, match="give compress_fsdp2 micro_batches=, the passes of a step"):
+        loss_of(model, 1).backward()
+    loss_of(model, 2).backward()
+
+
+@scenario(4)
 def what_cannot_be_compressed_is_refused_in_one_line() -> None:
     def refused(call: Any) -> str:
         with pytest.raises(UsageError) as caught:
@@ -477,9 +546,11 @@ def what_cannot_be_compressed_is_refused_in_one_line() -> None:
 
     mesh = mesh_of_all()
     assert "fully_shard before" in refused(lambda: compress_fsdp2(network(), TopK(0.1)))
-    assert "mesh of fully_shard must have one dimension" in refused(
-        lambda: compress_fsdp2(sharded(grid()), TopK(0.1))
+    native = sharded(grid())
+    assert "torch reduces over the replicas of a mesh of two dimensions itself" in refused(
+        lambda: compress_fsdp2(native, TopK(0.1), replicate_compression=TopK(0.1))
     )
+    assert "got None" in refused(lambda: compress_fsdp2(native))
     model: Any = sharded(mesh)
     settings: list[tuple[Any, str]] = [
         (None, "got None"),
@@ -494,7 +565,16 @@ def what_cannot_be_compressed_is_refused_in_one_line() -> None:
         lambda: compress_fsdp2(model, replicate_compression=TopK(0.1))
     )
     assert "must share only rank" in refused(lambda: compress_fsdp2(model, TopK(0.1), replicate=mesh))
+    assert "micro_batches must be a whole number of 1 or more, got 0" in refused(
+        lambda: compress_fsdp2(model, TopK(0.1), micro_batches=0)
+    )
+    with_speeds: Any = sharded(mesh)
+    speeding = compress_fsdp2(with_speeds, TopK(0.1, momentum=0.5))
+    train(with_speeds, range(1))
     state = compress_fsdp2(model, TopK(0.1))
+    assert "has velocities of momentum, and TopK(0.1" in refused(
+        lambda: state.load_state_dict(speeding.state_dict())
+    )
     assert "has a compression already" in refused(lambda: compress_fsdp2(model, TopK(0.1)))
     train(model, range(1))
     saved = state.state_dict()

@@ -289,10 +289,7 @@ class ErrorFeedback:
             raise UsageError(f"size must be at least 0, got {size}")
         if dtype not in DTYPES:
             raise UsageError(f"dtype of a residual must be {' or '.join(DTYPES)}, got {dtype}")
-        if not 0 <= momentum < 1:
-            raise UsageError(
-                f"momentum must be in [0, 1), got {momentum}; give for example 0.9, or 0 for none"
-            )
+        momentum = checked_momentum(momentum)
         self.residual = np.zeros(size, dtype)
         self.velocity = np.zeros(size, dtype) if momentum else None
         self.momentum = momentum
@@ -450,3 +447,10 @@ def checked_density(density: Any, name: str = "density") -> float:
     if not (isinstance(density, Real) and 0 < float(density) <= 1):
         raise UsageError(f"{name} must be above 0 and at most 1, got {density!r}; give for example 0.01")
     return float(density)
+
+
+def checked_momentum(momentum: Any) -> float:
+    """Return the momentum of velocities as a float; UsageError unless it is at least 0 and below 1."""
+    if not (isinstance(momentum, Real) and 0 <= float(momentum) < 1):
+        raise UsageError(f"momentum must be in [0, 1), got {momentum!r}; give for example 0.9, or 0 for none")
+    return float(momentum)

@@ -18,7 +18,7 @@ from collectives.sparse.hashed_owners import (
     equal_length,
     hashed_owners,
 )
-from tests.bench.sparse import KINDS_OF_GRADIENTS, fullest_loads, owner_bytes
+from tests.bench.sparse import KINDS_OF_GRADIENTS, fullest_loads, least_bytes, owner_bytes
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import UsageError
 
@@ -63,6 +63,19 @@ def test_loads_are_balanced_and_bytes_below_six_times_the_entries(kind: str, ran
     assert by_hash <= 1.2
     assert by_range < 1.1 if kind == "uniform" else by_range >= 1.9
     assert max(owner_bytes(kind, ranks, 0.01, "hashed")) <= 6 * 8 * 4000
+
+
+@pytest.mark.thorough
+def test_exact_sums_of_sixteen_uniform_gradients_take_more_than_six_times_the_entries() -> None:
+    """Their values alone do, whatever the exchange; owners that choose again send and receive less than twice."""
+    entries, ranks = 4000, 16
+    least = least_bytes("uniform", ranks, 0.01)
+    # with a density of p the union is 1 - (1 - p)^n of all elements in the mean
+    mean = 4 * (400_000 * (1 - 0.99**ranks) - entries)
+    assert abs(least / mean - 1) < 0.01
+    assert least > 6 * 8 * entries
+    assert max(owner_bytes("uniform", ranks, 0.01, "hashed")) >= least
+    assert max(owner_bytes("uniform", ranks, 0.01, "balanced")) <= 2 * 8 * entries
 
 
 @pytest.mark.parametrize("wire", [None, WireFormat()], ids=["plain", "packed"])

@@ -272,6 +272,34 @@ def test_handles_finish_in_order_and_write_to_out(pair: Communicator) -> None:
     assert out[0][indices].all()
 
 
+@pytest.mark.parametrize("exchange", ["pairs", "hashed"])
+@pytest.mark.parametrize("out_dtype", ["float32", "float16"])
+def test_sums_in_the_callers_arrays_have_the_bits_of_new_ones(
+    pair: Communicator, exchange: str, out_dtype: str
+) -> None:
+    """Contiguous, over the gradients themselves, or with gaps; what was there before does not show."""
+    draw = np.random.default_rng(5)
+    given = [draw.standard_normal((30, 10)).astype(out_dtype) for _ in pair.ranks]
+    options: dict[str, Any] = {"density": 0.1, "exchange": exchange, "op": "avg"}
+    wanted = pair.sparse_all_reduce([one.copy() for one in given], key="new", **options)
+    over = [one.copy() for one in given]
+    spaced = [np.full((30, 20), 7, out_dtype) for _ in given]
+    for name, inputs, outputs in (
+        ("over", over, over),
+        ("apart", given, [np.full_like(one, np.nan) for one in given]),
+        ("spaced", given, [one[:, ::2] for one in spaced]),
+    ):
+        pair.sparse_all_reduce(inputs, key=name, out=outputs, **options)
+        assert [one.tobytes() for one in outputs] == [one.tobytes() for one in wanted], name
+    assert all((one[:, 1::2] == 7).all() for one in spaced)
+    kept = pair.sparse_state()
+    assert all(
+        np.array_equal(one["residual"], other["residual"])
+        for name in ("over", "apart", "spaced")
+        for one, other in zip(kept[name], kept["new"], strict=True)
+    )
+
+
 def test_residuals_follow_the_loss_scale_and_states_have_scale_one(pair: Communicator) -> None:
     """A rank owes (0, 1) and gets (4, 1): (4, 2) is delivered, whatever multiplies each gradient."""
     for momentum in (0.0, 0.5):

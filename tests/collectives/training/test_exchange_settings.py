@@ -75,16 +75,38 @@ def test_an_automatic_density_has_one_text_and_one_number() -> None:
         TopK("automatic")  # type: ignore[arg-type]
 
 
+def test_one_selection_over_the_model_is_that_of_one_bucket() -> None:
+    """The two largest of all 407 elements lie in the second gradient, of 7 elements."""
+    zeros = [[np.zeros((20, 20), np.float32), np.zeros(7, np.float32)] for _ in range(RANKS)]
+    given = [[np.ones((20, 20), np.float32), np.arange(7, dtype=np.float32)] for _ in range(RANKS)]
+    found: dict[str, list[int]] = {}
+    for name, how, nbytes in (
+        ("model", TopK(0.005, per="model"), 64),
+        ("one bucket", TopK(0.005), 1 << 20),
+        ("buckets", TopK(0.005), 64),
+    ):
+        plan = forest_plan(RANKS, "allreduce", "chain")
+        with GradientSynchronizer(
+            zeros, plan, backend="loopback", compression=how, bucket_bytes=nbytes
+        ) as synchronizer:
+            found[name] = [np.count_nonzero(one) for one in synchronizer.step(given)[0]]
+    assert found == {"model": [0, 2], "one bucket": [0, 2], "buckets": [2, 1]}
+
+
 def test_per_and_clip_are_checked_and_compared() -> None:
     assert f"{TopK(0.1)}" == "TopK(0.1, exchange='auto', momentum=0.0, wire=None)"
     assert f"{TopK(0.1, per='layer', clip=2.0)}".endswith("wire=None, per='layer', clip=2.0)")
     for options, message in (
         (
             {"per": "all"},
-            "per of TopK must be bucket or layer, got 'all'; for all parameters at once, make one",
+            "per of TopK must be bucket, layer or model, got 'all'; leave it out",
         ),
         ({"per": "layer", "exchange": "tree"}, "exchange 'tree' selects by the shards of its plan"),
         ({"clip": -1.0}, "clip of TopK must be a norm above 0, got -1.0"),
+        ({"momentum": 5}, r"momentum must be in \[0, 1\), got 5"),
+        ({"momentum": float("nan")}, r"momentum must be in \[0, 1\), got nan"),
+        ({"momentum": "0.9"}, r"momentum must be in \[0, 1\), got '0.9'"),
+        ({"exchange": "rings"}, "exchange 'rings' is unknown; use auto, dense, pairs"),
     ):
         with pytest.raises(UsageError, match=message):
             TopK(0.1, **options)

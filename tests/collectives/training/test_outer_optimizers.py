@@ -423,6 +423,28 @@ def test_what_another_outer_mode_has_no_use_for_is_listed(
     assert not kept[lost.removeprefix("outer ")]
 
 
+def test_a_round_in_flight_is_not_applied_by_another_outer_mode() -> None:
+    """A delayed round of DiLoCo, of rate 0.7 and with momentum, would move the start of SparseLoCo at rate 1."""
+    weights, mode = first_weights(), DiLoCo(period=2, delay=1)
+    with made(weights, mode) as synchronizer:
+        train(synchronizer, weights, pulled, 2, rate=0.1)
+        flying = synchronizer.state_dict()
+        train(synchronizer, weights, pulled, 1, rate=0.1)
+        landed = synchronizer.state_dict()
+    with made(weights, SparseLoCo(period=2)) as synchronizer:
+        before = synchronizer.state_dict()["outer"]["count"]
+        with pytest.raises(
+            UsageError, match=r"has a round of DiLoCo\(.* in flight, which SparseLoCo cannot use"
+        ):
+            synchronizer.load_state_dict(flying)
+        assert synchronizer.state_dict()["outer"]["count"] == before
+        with pytest.warns(UserWarning, match="outer momentum"):
+            synchronizer.load_state_dict(landed)
+    with made(weights, DiLoCo(period=2, outer_rate=0.5)) as synchronizer:
+        synchronizer.load_state_dict(flying)  # the same kind: its own rate is used
+        assert synchronizer.state_dict()["outer"]["rounds"]
+
+
 @pytest.mark.parametrize("mode", [DiLoCo(period=1), SparseLoCo(period=1)], ids=str)
 def test_parameters_without_elements_have_rounds_and_long_ones_are_refused(mode: OuterMode) -> None:
     weights = [[np.zeros(0)] for _ in range(2)]
