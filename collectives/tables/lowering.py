@@ -333,7 +333,7 @@ def _table(
     return TransferTable(
         ranks=len(key.plan.ranks),
         count=int(bounds[-1]),
-        chunk_elements=_aligned(longest),
+        chunk_elements=aligned_chunk(longest),
         bounds=bounds,
         queues=pattern.queues,
         source=pattern.source[edge],
@@ -358,7 +358,7 @@ def chunk_rows(
     shard: NDArray[np.int32], bounds: NDArray[np.int64], longest: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return the rows of transfers of some shards, chunk by chunk: transfer, chunk, first element and end of each."""
-    chunk_elements = _aligned(longest)
+    chunk_elements = aligned_chunk(longest)
     repeats = (-(-np.diff(bounds) // chunk_elements))[shard]
     first = cumulative(repeats)
     edge = np.repeat(np.arange(len(repeats)), repeats)
@@ -369,6 +369,6 @@ def chunk_rows(
     return edge, chunk, start, np.minimum(start + chunk_elements, bounds[shard[edge] + 1])
 
 
-def _aligned(longest: int) -> int:
+def aligned_chunk(longest: int) -> int:
     """Return the length of a chunk, rounded up, so that a buffer that fits into one chunk does not become two."""
     return -(-longest // ALIGNMENT) * ALIGNMENT

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 import topoplan
-from collectives.tables.lowering import lower
-from collectives.tables.rank_part import rank_part
+from collectives.backends.tcp.chunk_order import rank_order
+from collectives.tables.lowering import PlanKey, lower
+from collectives.tables.rank_part import is_lowered_by_part, lower_part, rank_part
 from tests.support.kind_clusters import plan_of_groups, plan_of_three_levels, random_plan
 from topoplan import PlanByKind, Server, UsageError, cluster_by_kind, plan_by_kind
+from topoplan.plans.deferred_plan import DeferredPlan
 
 
 def same_rows(plan: PlanByKind, ranks: range | list[int], count: int, chunk_elements: int) -> int:
@@ -29,6 +31,43 @@ def same_rows(plan: PlanByKind, ranks: range | list[int], count: int, chunk_elem
             assert name == "channel" or column.dtype == listed.dtype
         rows += int(mine.sum())
     return rows
+
+
+def same_order(plan: PlanByKind, count: int, chunk_elements: int) -> int:
+    """Compare the order of every rank's streams by its own rows with that by all rows; return how many there are."""
+    table = lower(plan.listed(), count, chunk_elements=chunk_elements)
+    deferred, streams = DeferredPlan(plan), 0
+    assert is_lowered_by_part(deferred)
+    for rank in range(plan.size):
+        part = lower_part(PlanKey(plan.digest, deferred), rank, count, chunk_elements)
+        assert list(part.kept()) == [one for one in table.kept() if one[0] == rank]
+        listed, own = (rank_order(one, rank, plan.collective, plan.root) for one in (table, part))
+        arrives = table.destination[listed.rows] == rank
+        np.testing.assert_array_equal(own.written, listed.written)
+        np.testing.assert_array_equal(own.held, listed.held)
+        np.testing.assert_array_equal((own.slots > 0)[arrives], (listed.slots > 0)[arrives])
+        assert (own.slots >= listed.slots)[arrives].all()
+        assert (own.window >= listed.window)[listed.held].all()
+        before, after = (
+            {(stream, other, lag > 0) for stream, other, lag in one.befores.tolist()} for one in (listed, own)
+        )
+        assert before == after
+        # Both ends of a stream name it by its shard and stage: no two on a link have one name.
+        ends = np.stack((part.source[own.rows], part.destination[own.rows], own.numbers))
+        assert len(np.unique(ends, axis=1).T) == len(own.rows)
+        streams += len(own.rows)
+    return streams
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    "seed", [*range(30), *(pytest.param(s, marks=pytest.mark.slow) for s in range(30, 150))]
+)
+def test_a_rank_orders_its_streams_by_its_own_rows_as_by_all(seed: int) -> None:
+    plan = random_plan(seed, most=24)
+    if plan is not None:
+        assert same_order(plan, 40 * plan.size**2, 48 * plan.size) > 0
+        assert same_order(plan, 3 * plan.size, 16) >= 0  # most shards are empty
 
 
 def agree(seed: int, *, most: int) -> None:
