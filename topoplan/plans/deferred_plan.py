@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.certificate import Certificate
@@ -40,6 +40,10 @@ class DeferredPlan(Plan):
     """
 
     by_kind: PlanByKind
+
+    def __new__(cls, by_kind: PlanByKind | None = None, **fields: Any) -> Any:
+        """Return a deferred plan, or a listed one of changed fields for `dataclasses.replace`."""
+        return Plan(**fields) if by_kind is None else super().__new__(cls)
 
     def __init__(self, by_kind: PlanByKind) -> None:
         fields: dict[str, object] = {

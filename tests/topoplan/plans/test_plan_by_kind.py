@@ -575,6 +575,7 @@ def test_a_deferred_plan_is_the_listed_plan_and_is_listed_for_its_trees_alone(
         assert topoplan.verify(deferred) == topoplan.verify(plan)
     assert deferred.shards == listed.shards
     assert deferred.certificate == listed.certificate
+    assert replace(deferred, notes=listed.notes, order=listed.order) == listed
     assert parse_plan_file(deferred.to_json()) == listed
 
 
