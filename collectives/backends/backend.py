@@ -258,6 +258,11 @@ class Backend(ABC, Generic[Array]):
     def close(self) -> None:
         """Release processes, connections and memory; a second call does nothing."""
 
+    def takes_part(self, nbytes: int) -> bool:
+        """Return whether it runs a collective of inputs of so many bytes from the rows of its own rank alone; the same
+        on all ranks."""
+        return False
+
     def refuse(self, signature: Signature) -> None:
         """Refuse a collective for this rank, for the reason in `Signature.refusal`; raises as `run`.
 

@@ -387,13 +387,23 @@ class Execution(Generic[Array]):
         chunk_bytes = self.chunks.choose(key.digest, kind.nbytes)
         chunk_elements = max(1, chunk_bytes // max(1, kind.itemsize))
         if kind.uneven is None:
-            table = lower(key.plan, kind.count, chunk_elements=chunk_elements, digest=key.digest)
+            table = self._even_table(key, kind, chunk_elements)
         else:
             table = lower_uneven(key, kind.uneven, chunk_elements)
         signature = self._signature(plan=key.digest[:16], chunk=table.chunk_elements, **_agreed_fields(kind))
         if self.chunks.settled(key.digest, kind.nbytes):
             _remember(self._lowered, kind, (key, table, signature))
         return key, table, signature
+
+    def _even_table(self, key: PlanKey, kind: CallKind, chunk_elements: int) -> TransferTable:
+        """Return the table of all ranks, or that of this rank alone if the back end runs it."""
+        given = kind.given[0]
+        if self.backend.one_rank and self.backend.takes_part((given[1] - given[0]) * kind.itemsize):
+            from collectives.tables.rank_part import is_lowered_by_part, lower_part  # few plans are by kind
+
+            if is_lowered_by_part(key.plan):
+                return lower_part(key, self.backend.ranks[0], kind.count, chunk_elements)
+        return lower(key.plan, kind.count, chunk_elements=chunk_elements, digest=key.digest)
 
     def _run_exchange(self, request: Request[Array], plan: Plan) -> Any:
         """Run an allreduce in exchange rounds; results as of `run`."""

@@ -105,11 +105,12 @@ class Communicator(DenseCollectives, SparseCollectives):
 
     Parameters
     ----------
-    plan : Plan, SizePlans, str, path or Topology
-        A plan or its file, verified once, here; or the machine whose GPUs are the ranks, also by its name in the
-        library: then one rank plans for all. With plans by size (`topoplan.plan_by_size`, or a file of them) every
-        call takes the plan for the bytes of its buffer, the gathered one for ``all_gather`` and ``reduce_scatter``.
-        Further collectives and roots are planned in the same way (`topoplan.model.schedule_selection`), on the same
+    plan : Plan, SizePlans, PlanByKind, str, path or Topology
+        A plan or its file, verified once, here; or the machine whose GPUs are the ranks, also by its name in
+        the library: then one rank plans for all. Ranks of tcp run their own parts of a plan by kind, without a
+        list of it. With plans by size (`topoplan.plan_by_size`, or a file of them) every call takes the plan
+        for the bytes of its buffer, the gathered one for ``all_gather`` and ``reduce_scatter``. Further
+        collectives and roots are planned in the same way (`topoplan.model.schedule_selection`), on the same
         allocation and channels, at their first use, and kept: rank 0 plans, and all wait as long as that takes.
     backend : str or Backend
         A name, for a back end with its default settings, or a back end. A given back end stays open if the constructor

@@ -16,11 +16,15 @@ from collectives.backends.open_backend import BACKENDS, BackendSettings, backend
 from collectives.peers.agreement import Gather, check_still_wanted, gather_or_raise, plan_on_one_rank
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
+from topoplan.plans.deferred_plan import DeferredPlan
 from topoplan.plans.plan import Plans
+from topoplan.plans.plan_by_kind import PlanByKind
+from topoplan.plans.size_plans import parse_job_plan, read_plan_file
 from topoplan.reading.load import library
 
-PlanLike = Plans | Topology | str | os.PathLike[str]
-"""A plan, the path of its file, or the machine whose GPUs are the ranks, also by its name in the library."""
+PlanLike = Plans | PlanByKind | Topology | str | os.PathLike[str]
+"""A plan, also by kind, the path of its file, or the machine whose GPUs are the ranks, also by its name in the library.
+"""
 
 PlanOrTopology = Plans | Topology
 
@@ -132,7 +136,9 @@ def _read_given(given: PlanLike) -> PlanOrTopology:
     if isinstance(given, str) and given in library():
         return topoplan.load(given)
     if isinstance(given, str | os.PathLike):
-        return topoplan.load_plan(given)
+        return parse_job_plan(read_plan_file(given))
+    if isinstance(given, PlanByKind):
+        return DeferredPlan(given)
     if not isinstance(given, Plans | Topology):
         raise not_a_plan(given)
     return given

@@ -26,7 +26,7 @@ from topoplan.errors import (
     UsageError,
 )
 from topoplan.plans.plan import Plans
-from topoplan.plans.size_plans import parse_plan_file
+from topoplan.plans.size_plans import parse_job_plan
 from topoplan.plans.verify import verify_all
 
 Gather = Callable[[str], list[str]]
@@ -215,7 +215,7 @@ def plan_on_one_rank(
 
     def checked() -> str:
         if rank != PLANNER:
-            held.append(parse_plan_file(decompressed_plan(text)))
+            held.append(parse_job_plan(decompressed_plan(text)))
         verify_all(held[0])
         if check is not None:
             check(held[0])

@@ -31,7 +31,7 @@ from topoplan.machine.topology import Topology
 from topoplan.machine.variants import cables, find_links, slow_links, without_gpus, without_links
 from topoplan.model.schedule_selection import plan_by_size, plan_like
 from topoplan.plans.plan import Plan, Plans
-from topoplan.plans.size_plans import SizePlans, parse_plan_file
+from topoplan.plans.size_plans import SizePlans, parse_job_plan
 from topoplan.plans.survival import SurvivalPlans
 from topoplan.solve.failure_planner import replan
 from topoplan.solve.planner import plan
@@ -489,7 +489,7 @@ class _JoinMessage:
         """Read a message, with the first plan and settings of ``known`` if the rank has them."""
         fields = json.loads(decompressed_plan(text))
         links = dict(fields["change"], slow_links=dict(fields["change"]["slow_links"]))
-        whole = known.membership.whole if known else parse_plan_file(fields["plan"])
+        whole = known.membership.whole if known else parse_job_plan(fields["plan"])
         terms = known.terms if known else JoinSettings(**fields["terms"])
         return _JoinMessage(Membership(whole, PlanChange.of(links.pop("without"), **links)), terms)
 

@@ -57,7 +57,9 @@ class Pattern:
 
 
 @dataclass(frozen=True, slots=True)
-class _PatternTransfer:
+class PatternTransfer:
+    """A transfer of one chunk of one shard, as a row of a `Pattern`; `after` are the rows that it waits for."""
+
     source: int
     destination: int
     channel: str
@@ -81,9 +83,9 @@ def pattern_of(key: PlanKey) -> Pattern:
     >>> len(pattern.source) == 2 * 7 * len(plan.shards)
     True
     """
-    transfers: list[_PatternTransfer] = []
+    transfers: list[PatternTransfer] = []
     for number, shard in enumerate(key.plan.shards):
-        transfers += _shard_transfers(key.plan, shard, number, base=len(transfers))
+        transfers += shard_transfers(key.plan, shard, number, base=len(transfers))
     queues = sorted({(t.source, t.destination, t.channel) for t in transfers})
     position = {queue: i for i, queue in enumerate(queues)}
     return Pattern(
@@ -110,9 +112,9 @@ def _column(values: Iterable[int]) -> NDArray[np.int32]:
     return np.fromiter(values, dtype=np.int32)
 
 
-def _shard_transfers(plan: Plan, shard: Shard, number: int, *, base: int) -> list[_PatternTransfer]:
+def shard_transfers(plan: Plan, shard: Shard, number: int, *, base: int) -> list[PatternTransfer]:
     """Return the transfers of one chunk of one shard; ``base`` transfers of earlier shards precede them."""
-    transfers: list[_PatternTransfer] = []
+    transfers: list[PatternTransfer] = []
     implied: list[int] = []
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
@@ -139,7 +141,7 @@ def _shard_transfers(plan: Plan, shard: Shard, number: int, *, base: int) -> lis
             after, all_before = _without_implied(conflicts, implied)
             implied.append(all_before)
             transfers.append(
-                _PatternTransfer(
+                PatternTransfer(
                     source=source,
                     destination=destination,
                     channel=edge.channel,
@@ -333,7 +335,7 @@ def _table(
     return TransferTable(
         ranks=len(key.plan.ranks),
         count=int(bounds[-1]),
-        chunk_elements=_aligned(longest),
+        chunk_elements=aligned_chunk(longest),
         bounds=bounds,
         queues=pattern.queues,
         source=pattern.source[edge],
@@ -358,7 +360,7 @@ def chunk_rows(
     shard: NDArray[np.int32], bounds: NDArray[np.int64], longest: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return the rows of transfers of some shards, chunk by chunk: transfer, chunk, first element and end of each."""
-    chunk_elements = _aligned(longest)
+    chunk_elements = aligned_chunk(longest)
     repeats = (-(-np.diff(bounds) // chunk_elements))[shard]
     first = cumulative(repeats)
     edge = np.repeat(np.arange(len(repeats)), repeats)
@@ -369,6 +371,6 @@ def chunk_rows(
     return edge, chunk, start, np.minimum(start + chunk_elements, bounds[shard[edge] + 1])
 
 
-def _aligned(longest: int) -> int:
+def aligned_chunk(longest: int) -> int:
     """Return the length of a chunk, rounded up, so that a buffer that fits into one chunk does not become two."""
     return -(-longest // ALIGNMENT) * ALIGNMENT

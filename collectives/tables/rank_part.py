@@ -1,8 +1,8 @@
 """Lower one rank's part of a plan by kind: the rows of the transfer table that the rank sends or receives.
 
-The plan is not listed. For every template, the role of the rank's server is computed for all images at once, as arrays,
-and so are the other ends of its edges. `collectives.tables.lowering.lower` gives the listed plan the same rows, in the
-same order, bit for bit. Prerequisites are left out: most of them are rows of other ranks.
+The plan is not listed: `collectives.tables.template_part` finds the rank's edges in all images of a template.
+`collectives.tables.lowering.lower` gives the listed plan the same rows, in the same order, bit for bit. Prerequisites
+are left out: most of them are rows of other ranks.
 
 Time and memory grow with the rows of the rank, which has one or more in every tree, not with the edges of the trees.
 """
@@ -12,35 +12,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import lru_cache
 from math import lcm
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.tables.lowering import check_lengths, chunk_rows
+from collectives.tables.lowering import PlanKey, aligned_chunk, check_lengths, chunk_rows
+from collectives.tables.template_part import Flags, Numbers, TemplatePart, first_ranks
 from collectives.tables.torus_rank_part import TorusTemplatePart
-from topoplan.errors import PlanError, UsageError
-from topoplan.machine.cluster_by_kind import ClusterByKind
+from collectives.tables.transfer_table import OneRankOnly, TransferTable
+from topoplan.errors import UsageError
+from topoplan.plans.deferred_plan import DeferredPlan
 from topoplan.plans.kind_exchange import KindPath
-from topoplan.plans.kind_images import local_numbers
-from topoplan.plans.kind_templates import (
-    KindTemplate,
-    beside_root,
-    centre_of,
-    entry_of,
-    image_count,
-    leaf_groups,
-    represented,
-)
+from topoplan.plans.kind_templates import KindTemplate
+from topoplan.plans.plan import Plan
 from topoplan.plans.plan_by_kind import PlanByKind
-from topoplan.plans.shards import Edge, Stage, aligned_end
+from topoplan.plans.shards import aligned_end
 from topoplan.plans.torus_exchange import TorusPaths
 from topoplan.plans.torus_templates import TorusTemplate
-
-Numbers = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 MOST_TREES = 8_000_000
 """Trees up to which a rank's part is lowered: a gigabyte, of one row or more for each tree."""
@@ -53,6 +44,7 @@ class RankPart:
     - ``source``, ``destination``, ``shard``, ``stage``: (R,) int32; ``channel``: (R,) int8, index into ``channels``
     - ``add``, ``source_fresh``, ``destination_fresh``: (R,) bool, as in `TransferTable`
     - ``steps``: (S,), where shard s ends, and ``unit``: the same for the whole buffer; int64, or Python integers
+    - ``stages``: stages of a shard; ``height``: edges on the longest path of a tree
     """
 
     rank: int
@@ -69,6 +61,8 @@ class RankPart:
     stage: NDArray[np.int32]
     steps: Numbers
     unit: int
+    stages: int
+    height: int
 
     def __len__(self) -> int:
         return len(self.source)
@@ -88,18 +82,40 @@ class RankPart:
         """
         check_lengths(count, chunk_elements, ranks=self.ranks, blocks=self.blocks)
         edge, chunk, start, stop = chunk_rows(self.shard, self.bounds(count), chunk_elements)
-        names = (
-            "source",
-            "destination",
-            "channel",
-            "add",
-            "source_fresh",
-            "destination_fresh",
-            "shard",
-            "stage",
-        )
-        found: dict[str, NDArray[np.generic]] = {name: getattr(self, name)[edge] for name in names}
+        found: dict[str, NDArray[np.generic]] = {name: getattr(self, name)[edge] for name in _OF_EDGES}
         return found | {"chunk": chunk.astype(np.int32), "start": start, "stop": stop}
+
+    def table(self, count: int, *, chunk_elements: int) -> TransferTable:
+        """Return the transfer table of the rank alone for a buffer of ``count`` elements; UsageError as `lower`."""
+        columns: dict[str, Any] = self.rows(count, chunk_elements=chunk_elements)
+        channel = columns.pop("channel").astype(np.int64)
+        # Channels in the order of their names, as the queues of all ranks.
+        by_name = sorted(range(len(self.channels)), key=self.channels.__getitem__)
+        place = np.empty(len(by_name), dtype=np.int64)
+        place[by_name] = np.arange(len(by_name))
+        key = (columns["source"] * np.int64(self.ranks) + columns["destination"]) * len(by_name) + place[
+            channel
+        ]
+        found, queue = np.unique(key, return_inverse=True)
+        ends, named = np.divmod(found, len(by_name))
+        source, destination = np.divmod(ends, self.ranks)
+        names = [self.channels[by_name[number]] for number in named.tolist()]
+        return TransferTable(
+            ranks=self.ranks,
+            count=count,
+            chunk_elements=aligned_chunk(chunk_elements),
+            bounds=self.bounds(count),
+            queues=tuple(zip(source.tolist(), destination.tolist(), names, strict=True)),
+            queue=queue.astype(np.int32),
+            offsets=np.zeros(len(queue) + 1, dtype=np.int64),
+            prerequisites=np.zeros(0, dtype=np.int64),
+            only=OneRankOnly(self.rank, self.stages, self.height),
+            **columns,
+        )
+
+
+_OF_EDGES = ("source", "destination", "channel", "add", "source_fresh", "destination_fresh", "shard", "stage")
+"""Columns with an entry for each edge."""
 
 
 def rank_part(plan: PlanByKind, rank: int) -> RankPart:
@@ -122,15 +138,15 @@ def rank_part(plan: PlanByKind, rank: int) -> RankPart:
             f"a rank of {plan.num_trees:,} trees has as many rows or more; at most {MOST_TREES:,} trees fit; choose "
             "fewer servers or larger leaves"
         )
-    places = _first_ranks(plan.cluster)
-    finders: list[_TemplatePart | TorusTemplatePart] = []
+    places = first_ranks(plan.cluster)
+    finders: list[TemplatePart | TorusTemplatePart] = []
     for template in plan.templates:
         if isinstance(template, (KindPath, TorusPaths)):
             raise UsageError("an all_to_all by kind cannot be lowered for a rank; list it")
         if isinstance(template, TorusTemplate):
             finders.append(TorusTemplatePart(plan, template, rank))
         else:
-            finders.append(_TemplatePart(plan, template, places, rank))
+            finders.append(TemplatePart(plan, template, places, rank))
     position, steps, unit = _shard_order(plan, finders)
     columns = [
         np.concatenate(parts)
@@ -141,7 +157,7 @@ def rank_part(plan: PlanByKind, rank: int) -> RankPart:
     shard, stage, parent, child, channel, reduce, parent_fresh, child_fresh = columns
     # At a rank, its parent's edge stands first in a broadcast, and last in a reduce.
     last = (child == rank) == reduce
-    stages = int(stage.max(initial=0)) + 1
+    stages = max(len(template.stages) for template in plan.templates)
     key = ((shard * np.int64(stages) + stage) * 2 + last) * plan.size + child
     order = np.argsort(key)
     del key, last
@@ -168,30 +184,49 @@ def rank_part(plan: PlanByKind, rank: int) -> RankPart:
         stage=stage.astype(np.int32),
         steps=steps,
         unit=unit,
+        stages=stages,
+        height=plan.height,
     )
 
 
-def _first_ranks(cluster: ClusterByKind) -> list[Numbers]:
-    """Return the first rank of every server of each cell: leaf by position."""
-    gpus = np.repeat(
-        np.array([cluster.gpus_of_kind[kind] for kind, _ in cluster.runs]),
-        np.array([count for _, count in cluster.runs]),
+@lru_cache(maxsize=4)
+def _part_of(key: PlanKey, rank: int) -> RankPart:
+    assert isinstance(key.plan, DeferredPlan), "the plan of a table of one rank is by kind"
+    return rank_part(key.plan.by_kind, rank)
+
+
+@lru_cache(maxsize=64)
+def lower_part(key: PlanKey, rank: int, count: int, chunk_elements: int) -> TransferTable:
+    """Return one rank's transfer table of a `DeferredPlan`; errors as `rank_part` and `lower`.
+
+    The same object for the same arguments: the last 64 are cached, and the parts of the last 4 plans.
+    """
+    return _part_of(key, rank).table(count, chunk_elements=chunk_elements)
+
+
+def is_lowered_by_part(plan: Plan) -> bool:
+    """Return whether ranks can run tables of their own of a plan: a `DeferredPlan` with trees for which
+    `collectives.backends.tcp.chunk_order.rank_order` needs no other rank, and not too many.
+    """
+    return (
+        isinstance(plan, DeferredPlan)
+        and all(isinstance(one, KindTemplate) and _is_reduced_first(one) for one in plan.by_kind.templates)
+        and plan.num_trees <= MOST_TREES
     )
-    first = np.cumsum(gpus) - gpus
-    found = []
-    for cell in cluster.cells:
-        leaves = []
-        for leaf in range(cell.leaves):
-            runs = cluster.leaf_runs(cluster.leaf_number(cell.leaf_class, leaf))
-            leaves.append(
-                np.concatenate([first[run.start : run.stop] for kind, run in runs if kind == cell.kind])
-            )
-        found.append(np.array(leaves, dtype=np.int64))
-    return found
+
+
+def _is_reduced_first(template: KindTemplate) -> bool:
+    """Return whether the stages are a reduce, a broadcast, or a reduce and a broadcast at one root."""
+    first = template.stages[0]
+    return [one.op for one in template.stages] in (
+        ["reduce"],
+        ["broadcast"],
+        ["reduce", "broadcast"],
+    ) and all(one.root == first.root for one in template.stages)
 
 
 def _shard_order(
-    plan: PlanByKind, finders: Sequence[_TemplatePart | TorusTemplatePart]
+    plan: PlanByKind, finders: Sequence[TemplatePart | TorusTemplatePart]
 ) -> tuple[list[Numbers], Numbers, int]:
     """Return the shards of the images of each template, where each shard ends, and the end of the last one.
 
@@ -214,280 +249,3 @@ def _shard_order(
     each = np.array([int(share * unit) for share in shares], dtype=kind)
     steps = np.cumsum(np.repeat(each, counts)[order])
     return np.split(position, np.cumsum(counts)[:-1]), steps, unit
-
-
-class _Reach(NamedTuple):
-    """The servers at one end of an edge: in one leaf, in one pod, or anywhere."""
-
-    leaf: Numbers | int | None = None
-    pod: Numbers | int | None = None
-
-
-_ANYWHERE = _Reach()
-
-
-class _TemplatePart:
-    """Rows of one rank in the images of one template."""
-
-    def __init__(self, plan: PlanByKind, template: KindTemplate, first: list[Numbers], rank: int) -> None:
-        self.template, self.sample, self.channels = template, plan.sample, plan.channels
-        self.first, self.rank = first, rank
-        self.count = image_count(plan.sample, template)
-        self.stands = represented(plan.sample, template)
-        cluster = plan.cluster
-        self.cells, self.places = cluster.cells, plan.sample.places
-        self.home = plan.sample.servers_of(plan.fabric.ranks)
-        self.local = local_numbers(self.home)
-        server, self.gpu = cluster.server_of(rank)
-        self.place = cluster.place(server)
-        # Leaf and position of the root, the centre, and (the leaf counted in its pod) the entries, of every image.
-        number = np.arange(self.count, dtype=np.int64)
-        cell = self.cells[self.places[template.root].cell]
-        self.leaf, self.position = np.divmod(number // template.shifts, cell.count)
-        self.centre_leaf, self.centre_position = centre_of(
-            plan.sample, template, self.leaf, self.position, number
-        )
-        self.groups = leaf_groups(plan.sample, template)
-        self.entered = {
-            entry: entry_of(plan.sample, template, entry, self.leaf, self.position, number)
-            for entry in template.entries
-        }
-
-    def owners(self, collective: str) -> Numbers:
-        """Return the rank by which the images are ordered."""
-        stage = self.template.stages[-1 if collective == "reduce_scatter" else 0]
-        every = np.arange(self.count)
-        leaf, position = self.lowest(self.home[stage.root], every, _ANYWHERE)
-        return self.first[self.places[self.home[stage.root]].cell][leaf, position] + self.local[stage.root]
-
-    def rows(self, shard: Numbers) -> tuple[NDArray[Any], ...]:
-        """Return shard, stage, parent, child, channel, whether data runs up, and whether each end has its own data."""
-        parts: list[tuple[NDArray[Any], ...]] = []
-        written: set[int] = set()
-        images = self.images_of_roles
-        for number, stage in enumerate(self.template.stages):
-            parents = {edge.parent for edge in stage.edges}
-            for edge in stage.edges:
-                up = stage.op == "reduce"
-                parent_fresh = edge.parent not in written and (up or edge.parent == stage.root)
-                child_fresh = edge.child not in written and edge.child not in parents
-                for image, parent, child, lowest in self.ends(stage, edge, images, up and parent_fresh):
-                    flag = np.ones(len(image), dtype=np.bool_)
-                    parts.append(
-                        (
-                            shard[image].astype(np.int32),
-                            np.full(len(image), number, dtype=np.int8),
-                            parent.astype(np.int32),
-                            child.astype(np.int32),
-                            np.full(len(image), self.channels.index(edge.channel), dtype=np.int8),
-                            flag & up,
-                            lowest & parent_fresh,
-                            flag & child_fresh,
-                        )
-                    )
-            written |= parents if stage.op == "reduce" else {edge.child for edge in stage.edges}
-        kinds = (np.int32, np.int8, np.int32, np.int32, np.int8, np.bool_, np.bool_, np.bool_)
-        empty = tuple(np.zeros(0, dtype=kind) for kind in kinds)
-        return tuple(np.concatenate(column) for column in zip(empty, *parts, strict=True))
-
-    @cached_property
-    def images_of_roles(self) -> dict[int, Numbers]:
-        """The images in which the rank's server is one of those for which each server of the sample stands."""
-        every = np.arange(self.count)
-        leaf, position = (np.full(self.count, value) for value in (self.place.leaf, self.place.position))
-        return {
-            server: np.flatnonzero(self.belongs(server, every, leaf, position))
-            for server in self.stands
-            if self.places[server].cell == self.place.cell
-        }
-
-    def ends(
-        self, stage: Stage, edge: Edge, images: dict[int, Numbers], ordered: bool
-    ) -> list[tuple[Numbers, Numbers, Numbers, Flags]]:
-        """Return image, parent and child of the edges that stand for one, at the rank, and whether it is the lowest
-        child of its parent, looked up only if ``ordered`` and only for the rank's own parent."""
-        above, below = self.home[edge.parent], self.home[edge.child]
-        if above != below and self.stands[above] > 1 and above not in self.template.marked:
-            raise PlanError("a server without a role of its own sends to another server")
-        found = []
-        if self.local[edge.child] == self.gpu and len(image := images.get(below, ())):
-            image = np.asarray(image)
-            leaf, position = self.one_above(above, below, image)
-            parent = self.first[self.places[above].cell][leaf, position] + self.local[edge.parent]
-            lowest = np.ones(len(image), dtype=np.bool_)
-            if ordered:
-                for other in stage.edges:
-                    if other.parent == edge.parent:
-                        lowest &= self.lowest_child(other, above, below, image) >= self.rank
-            found.append((image, parent, np.full(len(image), self.rank), lowest))
-        if self.local[edge.parent] == self.gpu and len(image := images.get(above, ())):
-            image = np.asarray(image)
-            if above == below:
-                child = np.full(len(image), self.rank - self.gpu + self.local[edge.child])
-            else:
-                which, leaf, position = self.members(
-                    below, image, self.reach(above, below, above, self.place.leaf)
-                )
-                child = self.first[self.places[below].cell][leaf, position] + self.local[edge.child]
-                image = image[which]
-            found.append((image, np.full(len(image), self.rank), child, np.ones(len(image), np.bool_)))
-        return found
-
-    def one_above(self, above: int, below: int, image: Numbers) -> tuple[Numbers, Numbers]:
-        """Return leaf and position of the server above the rank's."""
-        if above == below:
-            return np.full(len(image), self.place.leaf), np.full(len(image), self.place.position)
-        return self.lowest(above, image, self.reach(above, below, below, self.place.leaf))
-
-    def lowest_child(self, edge: Edge, above: int, below: int, image: Numbers) -> Numbers:
-        """Return the lowest child that an edge from the parent of the rank stands for."""
-        server = self.home[edge.child]
-        leaf, position = self.one_above(above, below, image)
-        if server != above:
-            leaf, position = self.lowest(server, image, self.reach(above, server, above, leaf))
-        return self.first[self.places[server].cell][leaf, position] + self.local[edge.child]
-
-    def reach(self, above: int, below: int, known: int, leaf: Numbers | int) -> _Reach:
-        """Return where the other end of an edge between two servers is, given the leaf of the known one.
-
-        It is anywhere if the upper one is alone, else in the leaf if both share one, else in the pod.
-        """
-        if self.stands[above] == 1:
-            return _ANYWHERE
-        if self.sample.leaf_of(above) == self.sample.leaf_of(below):
-            return _Reach(leaf=leaf)
-        return _Reach(pod=leaf // self.cells[self.places[known].cell].leaves_in_pod)
-
-    def held(self, cell: int, image: Numbers, leaf: Numbers) -> Flags:
-        """Return whether leaves of a cell's class hold root or centre."""
-        leaf_class, template = self.cells[cell].leaf_class, self.template
-        found: Flags = np.zeros(np.broadcast(image, leaf).shape, dtype=np.bool_)
-        for server, at in ((template.root, self.leaf), (template.centre, self.centre_leaf)):
-            if self.cells[self.places[server].cell].leaf_class == leaf_class:
-                found |= at[image] == leaf
-        return found
-
-    def grouped(self, server: int, image: Numbers, leaf: Numbers) -> Flags:
-        """Return whether leaves without root and centre are in pods placed like that of a server of the sample."""
-        cell, template = self.cells[self.places[server].cell], self.template
-        found = ~self.held(self.places[server].cell, image, leaf)
-        entry = self.groups.entry_beside(cell, self.places[server].leaf)
-        if entry is not None:
-            beside = self.entered[entry][0][image] == leaf % cell.leaves_in_pod
-            found = found & (beside if self.groups.entered(server) is not None else ~beside)
-        pods = {self.sample.pod_of(one): one for one in (template.centre, template.root)}
-        one = pods.pop(self.sample.pod_of(server), None)
-        if one is not None:
-            there: Flags = found & (self.pod(one)[image] == leaf // cell.leaves_in_pod)
-            return there
-        for (pod_class, _), one in pods.items():
-            if pod_class == cell.pod_class:
-                found = found & (self.pod(one)[image] != leaf // cell.leaves_in_pod)
-        return found
-
-    def pod(self, server: int) -> Numbers:
-        """Return the pod of root or centre in every image."""
-        leaf = self.leaf if server == self.template.root else self.centre_leaf
-        return leaf // self.cells[self.places[server].cell].leaves_in_pod
-
-    def marked_at(self, server: int, image: Numbers, leaf: Numbers) -> tuple[Numbers, Flags]:
-        """Return the position of a marked server in leaves of its class, and whether it has one there."""
-        template = self.template
-        if server == template.root:
-            return self.position[image], self.leaf[image] == leaf
-        if server == template.centre:
-            return self.centre_position[image], self.centre_leaf[image] == leaf
-        near = beside_root(self.sample, template, server)
-        there: Flags = self.leaf[image] == leaf if near else self.grouped(server, image, leaf)
-        return self.entered[server][1][image], there
-
-    def belongs(self, server: int, image: Numbers, leaf: Numbers, position: Numbers) -> Flags:
-        """Return whether a server of the sample stands for places of its cell."""
-        if server in self.template.marked:
-            at, there = self.marked_at(server, image, leaf)
-            here: Flags = there & (at == position)
-            return here
-        cell = self.places[server].cell
-        slot = self.slot(server)
-        found: Flags = self.grouped(server, image, leaf) if slot is None else slot[image] == leaf
-        for marked in self.template.marked:
-            if self.places[marked].cell == cell:
-                at, there = self.marked_at(marked, image, leaf)
-                found = found & ~(there & (at == position))
-        return found
-
-    def first_pod(self, server: int, image: Numbers) -> Numbers:
-        """Return the first pod of leaves for which a server of the sample stands."""
-        template, (pod_class, _) = self.template, self.sample.pod_of(server)
-        pods = {self.sample.pod_of(one): one for one in (template.centre, template.root)}
-        own = pods.get(self.sample.pod_of(server))
-        if own is not None:
-            return self.pod(own)[image]
-        found = np.zeros(len(image), dtype=np.int64)
-        held = [self.pod(one)[image] for (of, _), one in pods.items() if of == pod_class]
-        for _ in held:
-            found = found + np.any([one == found for one in held], axis=0)
-        return found
-
-    def slot(self, server: int) -> Numbers | None:
-        """Return the leaf of a server of the sample, which root or centre has in every image, or None."""
-        at, template = self.sample.leaf_of(server), self.template
-        if at == self.sample.leaf_of(template.centre):
-            return self.centre_leaf
-        return self.leaf if at == self.sample.leaf_of(template.root) else None
-
-    def alone(self, server: int) -> Numbers | None:
-        """Return the only leaf with servers for which one of the sample stands, by image, or None for several."""
-        if server == self.template.root:
-            return self.leaf
-        return self.slot(server)
-
-    def members(
-        self, server: int, image: Numbers, reach: _Reach
-    ) -> tuple[NDArray[np.intp], Numbers, Numbers]:
-        """Return the places for which a server of the sample stands: index into ``image``, leaf, position."""
-        cell = self.cells[self.places[server].cell]
-        alone = self.alone(server)
-        if reach.leaf is not None:
-            leaf = np.full((len(image), 1), reach.leaf)
-        elif alone is not None:
-            leaf = alone[image][:, None]
-        else:
-            size = cell.leaves_in_pod
-            first, leaves = (0, cell.leaves) if reach.pod is None else (reach.pod * size, size)
-            leaf = np.tile(first + np.arange(leaves), (len(image), 1))
-        if server in self.template.marked:
-            position, there = self.marked_at(server, image[:, None], leaf)
-            which, column = np.nonzero(there)
-            return which, leaf[which, column], np.broadcast_to(position, leaf.shape)[which, column]
-        positions = np.arange(cell.count)
-        there = self.belongs(server, image[:, None, None], leaf[:, :, None], positions)
-        which, column, position = np.nonzero(np.broadcast_to(there, (*leaf.shape, cell.count)))
-        return which, leaf[which, column], position
-
-    def lowest(self, server: int, image: Numbers, reach: _Reach) -> tuple[Numbers, Numbers]:
-        """Return leaf and position of the lowest server for which one of the sample stands in each image."""
-        number = self.places[server].cell
-        cell, alone = self.cells[number], self.alone(server)
-        if reach.leaf is not None:
-            leaf = np.broadcast_to(reach.leaf, image.shape)
-        elif alone is not None:
-            leaf = alone[image]
-        else:
-            pod = self.first_pod(server, image) if reach.pod is None else reach.pod
-            leaf = np.broadcast_to(pod * cell.leaves_in_pod, image.shape)
-            entry = self.groups.entry_beside(cell, self.places[server].leaf)
-            if entry is not None and self.groups.entered(server) is not None:
-                leaf = leaf + self.entered[entry][0][image]
-            else:
-                for _ in range(2):
-                    taken = self.held(number, image, leaf)
-                    if entry is not None:
-                        taken |= self.entered[entry][0][image] == leaf % cell.leaves_in_pod
-                    leaf = leaf + taken
-        if server in self.template.marked:
-            return leaf, self.marked_at(server, image, leaf)[0]
-        position = np.zeros(len(image), dtype=np.int64)
-        for _ in self.template.marked:
-            position = position + ~self.belongs(server, image, leaf, position)
-        return leaf, position

@@ -95,6 +95,14 @@ class UnevenInput(NamedTuple):
         return f"UnevenInput(start={self.start}, stop={self.stop}, rank={self.rank})"
 
 
+class OneRankOnly(NamedTuple):
+    """The rank of a table with the rows of one rank alone, the stages of its shards, and the height of its trees."""
+
+    rank: int
+    stages: int
+    height: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferTable:
     """Transfers of one collective on a buffer of ``count`` elements per rank; R rows, P prerequisites.
@@ -130,6 +138,9 @@ class TransferTable:
         one stores.
     uneven : UnevenBlocks or None
         The blocks of an all-to-all of uneven blocks.
+    only : OneRankOnly or None
+        The rank whose rows these are, in the order of the table of all ranks and without prerequisites; None for the
+        rows of all ranks.
 
     Examples
     --------
@@ -163,6 +174,7 @@ class TransferTable:
     prerequisites: NDArray[np.int64]
     helpers: int = 0
     uneven: UnevenBlocks | None = None
+    only: OneRankOnly | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.source)
@@ -195,7 +207,8 @@ class TransferTable:
     def kept(self) -> list[tuple[int, int, int]]:
         """Return element ranges that no row ever writes, as (rank, start, stop): there the input stays.
 
-        Such as the whole buffer at the root of a broadcast. Ranges are shards, in order of rank and shard.
+        Such as the whole buffer at the root of a broadcast. Ranges are shards, in order of rank and shard; a table of
+        one rank has only its own.
         """
         return list(_kept(self))
 
@@ -273,11 +286,14 @@ def longest_input(given: Given) -> int:
 
 @lru_cache(maxsize=64)
 def _kept(table: TransferTable) -> tuple[tuple[int, int, int], ...]:
-    written = np.zeros((table.ranks + table.helpers, len(table.bounds) - 1), dtype=np.bool_)
-    written[table.destination, table.shard] = True
+    first, ranks, rows = 0, table.ranks + table.helpers, np.ones(len(table), dtype=np.bool_)
+    if table.only is not None:
+        first, ranks, rows = table.only.rank, 1, table.destination == table.only.rank
+    written = np.zeros((ranks, len(table.bounds) - 1), dtype=np.bool_)
+    written[table.destination[rows] - first, table.shard[rows]] = True
     filled = np.diff(table.bounds) > 0
     return tuple(
-        (int(rank), int(table.bounds[shard]), int(table.bounds[shard + 1]))
+        (first + int(rank), int(table.bounds[shard]), int(table.bounds[shard + 1]))
         for rank, shard in np.argwhere(~written[: table.ranks] & filled)
     )
 

@@ -12,9 +12,9 @@ from importlib import import_module
 from topoplan.errors import UsageError
 
 NAMES = """
-agreement alignment all_wires damages executors fabrics gossip gpu gpu_selection helpers hook hybrid jobs kinds lars
-loopback lost_cables low_rank modes mutations pairs planning published rejoin robustness scale selection sizes sparse
-sparse_training survive testbed three_phases windows
+agreement alignment all_wires control_plane damages executors fabrics gossip gpu gpu_selection helpers hook hybrid jobs
+kinds lars loopback lost_cables low_rank modes mutations pairs planning published rank_parts rejoin robustness scale
+selection sizes sparse sparse_training survive testbed three_phases windows
 """
 BENCHMARKS = NAMES.split()
 WITH_OPTIONS = (

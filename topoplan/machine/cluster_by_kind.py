@@ -242,6 +242,12 @@ class ClusterByKind:
         devices = self.kinds[self.kind_of(server)].devices
         return f"s{server}.{[device.name for device in devices if device.kind == 'gpu'][gpu]}"
 
+    def gpu_names(self) -> tuple[str, ...]:
+        """Return the names of the GPUs of all ranks."""
+        gpus = [[device.name for device in kind.devices if device.kind == "gpu"] for kind in self.kinds]
+        every = (kind for kind, count in self.runs for _ in range(count))
+        return tuple(f"s{server}.{name}" for server, kind in enumerate(every) for name in gpus[kind])
+
     def server(self, place: ServerPlace) -> int:
         """Return the number of the server at a place."""
         cell = self.cells[place.cell]

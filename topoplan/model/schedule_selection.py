@@ -31,6 +31,7 @@ from topoplan.model.expected_times import ExpectedTimes, expected_times, fitted_
 from topoplan.model.times_by_size import TimeBound, least_start_ups, start_up_diameter, time_bound, times_of
 from topoplan.model.window_engine import EngineCosts, WindowsClock, costs_of, switched_stages, words_of
 from topoplan.plans.chain_limits import hop_start_ups
+from topoplan.plans.deferred_plan import DeferredPlan
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans, SizeRange, collective_name
 from topoplan.plans.size_plans import SizePlans
 from topoplan.schedules.registry import SCHEDULES
@@ -407,6 +408,8 @@ def plan_like(
     >>> plan_like(topoplan.ring_plan(dgx), "allgather").schedule
     'nvlink ring'
     """
+    if isinstance(given, DeferredPlan) and machine is None and demand is None:
+        return _like_by_kind(given, collective, root)
     model, topology = given.plans[-1], machine or given.topology
     channels = "+".join(model.channels)
     if collective == ALL_TO_ALL:
@@ -427,3 +430,11 @@ def plan_like(
     except (InfeasibleError, UsageError):
         pass  # the collective has no such schedule
     return plan(topology, collective, root=root, channels=channels, order=model.order)
+
+
+def _like_by_kind(given: DeferredPlan, collective: str, root: int | None) -> DeferredPlan:
+    """Plan another collective on the cluster of a plan by kind."""
+    from topoplan.solve.packing.kind_composition import plan_by_kind  # few plans are by kind
+
+    cluster, channels = given.by_kind.cluster, "+".join(given.channels)
+    return DeferredPlan(plan_by_kind(cluster, collective, root=root, channels=channels))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Self
 from topoplan.errors import PlanError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.chain_limits import Limit, limit_from_object
+from topoplan.plans.deferred_plan import DeferredPlan
 from topoplan.plans.file_values import (
     check_format,
     check_known,
@@ -319,6 +320,12 @@ def read_plan_file(path: str | os.PathLike[str]) -> str:
 
 def parse_plan_file(text: str) -> Plans:
     """Read the text of a plan file of any kind; errors as `Plan.from_json` and `SizePlans.from_json`."""
+    found = parse_job_plan(text)
+    return found.by_kind.listed() if isinstance(found, DeferredPlan) else found
+
+
+def parse_job_plan(text: str) -> Plans:
+    """Read a text as `parse_plan_file`, but list the plan of a cluster by kind only where a job needs the list."""
     value = parse_object(text)
     by_size = value.get("format") in (SIZE_PLANS_FORMAT, SIZE_PLANS_FORMAT_2)
     if "failures" in value and not by_size:
@@ -326,5 +333,5 @@ def parse_plan_file(text: str) -> Plans:
     if "cluster" in value:
         from topoplan.plans.plan_by_kind import PlanByKind
 
-        return PlanByKind.from_object(value).listed()
+        return DeferredPlan(PlanByKind.from_object(value))
     return SizePlans.from_object(value) if by_size else Plan.from_object(value)

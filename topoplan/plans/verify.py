@@ -27,6 +27,7 @@ from topoplan.machine.fabric_structure import keeps_wires
 from topoplan.machine.permutation_groups import orbits
 from topoplan.machine.routing import staged
 from topoplan.plans.certificates.certificate import Channels
+from topoplan.plans.deferred_plan import DeferredPlan
 from topoplan.plans.loads import edge_links, full_links, link_loads, rate_of_loads
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, ROOTED, Plan, Plans
 from topoplan.plans.shards import OPERATIONS, ImageShards, Shard, Stage, check_entries, owner_of, path_ends
@@ -93,6 +94,8 @@ def verify(plan: Plan | PlanByKind) -> Verification:
     >>> report.exact_rate, report.exact_bound
     (Fraction(600, 7), Fraction(600, 7))
     """
+    if isinstance(plan, DeferredPlan):
+        plan = plan.by_kind
     if not isinstance(plan, Plan):
         # Few plans are of clusters by kind, so their modules are imported here.
         from topoplan.plans.verify_by_kind import verify_by_kind

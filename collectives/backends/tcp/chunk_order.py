@@ -15,15 +15,20 @@ more, or long links would idle.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from collectives.tables.lowering import lower
-from collectives.tables.transfer_table import EdgeStream, TransferTable, results_in, streams
+from collectives.tables.transfer_table import EdgeStream, OneRankOnly, TransferTable, results_in, streams
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import ALIGNMENT
+
+Numbers = NDArray[np.int64]
 
 FLIGHT_BYTES = 4 << 20
 """Bytes of a held stream that may be under way, or wait at the destination: the capacity of a network's queues."""
@@ -133,6 +138,123 @@ def _slots(
         return 0
     last = max((part.level for part in _others_at(first, parts)), default=first.level)
     return 2 + max(0, last - first.level)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankOrder:
+    """The streams that begin or end at one rank, and the work that precedes their chunks there, as in `StreamOrder`.
+
+    - `rows`: (S,) row of chunk 0 in the table, ascending; `numbers`: (S,) by which both ends name a stream
+    - `written`: (S,) place in `rows` of the stream that must have been joined here before a chunk is sent, or -1
+    - `held`, `window`, `slots`: (S,); a stream that is not held has no window
+    - `befores`: (B, 3) place of a stream that arrives, place of one before it, and lag; sorted by the first
+    """
+
+    rows: Numbers
+    numbers: Numbers
+    written: Numbers
+    held: NDArray[np.bool_]
+    window: Numbers
+    slots: Numbers
+    befores: Numbers
+
+
+def rank_order(table: TransferTable, rank: int, collective: str, root: int | None) -> RankOrder:
+    """Return the streams of one rank and their order, from the table of all ranks or of this one."""
+    if table.only is not None:
+        return _order_of_part(table, table.only, collective, root)
+    mine = [
+        one for one in orders(table, collective, root) if rank in (one.stream.source, one.stream.destination)
+    ]
+    place = {one.stream.number: number for number, one in enumerate(mine)}
+    rows = _numbers(one.stream.number for one in mine)
+    return RankOrder(
+        rows=rows,
+        numbers=rows,
+        written=_numbers(
+            -1 if one.stream.destination == rank or one.written is None else place[one.written]
+            for one in mine
+        ),
+        held=np.array([one.held for one in mine], dtype=np.bool_),
+        window=_numbers(one.stream.window for one in mine),
+        slots=_numbers(one.slots for one in mine),
+        befores=np.array(
+            [
+                (number, place[other], lag)
+                for number, one in enumerate(mine)
+                if one.stream.destination == rank
+                for other, lag in one.before
+            ],
+            dtype=np.int64,
+        ).reshape(-1, 3),
+    )
+
+
+def _numbers(values: Iterable[int]) -> Numbers:
+    return np.fromiter(values, dtype=np.int64)
+
+
+def _order_of_part(table: TransferTable, only: OneRankOnly, collective: str, root: int | None) -> RankOrder:
+    """Return the order of a rank from its own rows, of shards that are a reduce, a broadcast, or both on one root.
+
+    No other rank has to be known. What a reduce sends to a parent is held unless it is the first to arrive there: its
+    sender is below the parent, and no sibling is. Before the root sends in a broadcast, the whole shard has been
+    reduced, so nothing is held there. Windows and slots are those of the highest tree, an upper bound.
+    """
+    count = int(np.count_nonzero(table.chunk == 0))
+    shard, stage = (column[:count].astype(np.int64) for column in (table.shard, table.stage))
+    arrives, add = table.destination[:count] == only.rank, table.add[:count]
+    place = np.arange(count)
+    first = np.searchsorted(shard, shard)  # of the shard
+    arrived = np.maximum.accumulate(np.where(arrives, place, -1)) if count else place
+    earlier = np.concatenate(
+        (np.full(min(count, 1), -1), arrived[:-1])
+    )  # the arrival before, if in the same shard
+    earlier = np.where(earlier >= first, earlier, -1)
+    # An arrival waits for the one before it, and for what was sent since.
+    begin = np.where(earlier >= 0, earlier, first)
+    waits = np.where(arrives, place - begin, 0)
+    after = np.repeat(place, waits)
+    within = np.arange(len(after)) - np.repeat(np.cumsum(waits) - waits, waits)
+    befores = np.stack((after, begin[after] + within, np.zeros_like(after)), axis=1)
+    # Partial sums at a destination without this shard in its result.
+    holds = _holds_at(table, table.destination[:count], shard, collective, root)
+    partial = add & ~holds
+    slots = np.where(arrives & partial & (earlier < 0), 2 + only.height, 0)
+    kept = np.flatnonzero(slots)
+    length = np.searchsorted(shard, shard[kept], side="right") - first[kept]
+    after = np.repeat(kept, length)
+    within = np.arange(len(after)) - np.repeat(np.cumsum(length) - length, length)
+    other = first[after] + within
+    uses = (other != after) & (arrives[other] | ~table.source_fresh[:count][other])
+    sums = np.stack((after, other, slots[after]), axis=1)[uses]
+    befores = np.concatenate((befores, sums))
+    return RankOrder(
+        rows=place,
+        numbers=shard * only.stages + stage,
+        written=np.where(arrives, -1, earlier),
+        held=add & (~table.destination_fresh[:count] | partial),
+        window=np.full(count, 2 + only.height),
+        slots=slots,
+        befores=befores[np.argsort(befores[:, 0], kind="stable")],
+    )
+
+
+def _holds_at(
+    table: TransferTable, ranks: NDArray[np.int32], shard: Numbers, collective: str, root: int | None
+) -> NDArray[np.bool_]:
+    """Return whether shards are a part of the results of ranks, by `result_block`."""
+    if collective == "reduce":
+        assert root is not None, "a reduce has a root"
+        return np.equal(ranks, root)
+    if collective != "reduce_scatter":
+        return np.ones(len(ranks), dtype=np.bool_)
+    each = table.count // table.ranks
+    at = ranks.astype(np.int64)
+    held: NDArray[np.bool_] = (at * each <= table.bounds[shard]) & (
+        table.bounds[shard + 1] <= (at + 1) * each
+    )
+    return held
 
 
 LARGEST = 200_000

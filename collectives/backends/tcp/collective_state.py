@@ -35,11 +35,11 @@ from numpy.typing import NDArray
 from collectives.backends.backend import Call
 from collectives.backends.shared.program_runner import RankBuffers, rank_buffers_of
 from collectives.backends.tcp import compiled_exchange as machine
-from collectives.backends.tcp.chunk_order import orders
+from collectives.backends.tcp.chunk_order import rank_order
 from collectives.backends.tcp.connections import Queue
 from collectives.peers.control_page import SHOWABLE, AddressedMemory, ScratchMemory
 from collectives.peers.control_plane import LENGTH, Waiting
-from collectives.tables.transfer_table import EdgeStream, TransferTable, place_in, row_of
+from collectives.tables.transfer_table import EdgeStream, Given, TransferTable, place_in, row_of, streams
 
 CALLS = 1 << 32
 """Collectives are counted modulo this."""
@@ -61,14 +61,14 @@ Records = NDArray[Any]
 class TcpProgram:
     """One rank's streams and links in a collective, as `compiled_exchange.exchange` takes them.
 
-    - `parts`: the streams that begin or end at the rank, sorted by link.
+    - `rows`: the streams that begin or end at the rank, sorted by link, by the row of their first chunk.
     - `links`: source, destination and channel. `link_rows`: their rows, without connections.
     - `partial_elements` of all partial sums that the rank keeps.
     - `keeps`, `buffers`: places of the rings of arrived chunks, and buffers for them, each of `buffer_bytes`.
     """
 
     rank: int
-    parts: tuple[EdgeStream, ...]
+    rows: NDArray[np.int64]
     links: tuple[Queue, ...]
     streams: Records
     befores: Records
@@ -85,86 +85,96 @@ class TcpProgram:
 
     @classmethod
     def of(
-        cls, call: Call[Any], rank: int, link_of: Callable[[EdgeStream], Queue], flight_bytes: int
+        cls,
+        call: Call[Any],
+        rank: int,
+        links_of: Callable[[Records], Sequence[Queue]],
+        flight_bytes: int,
     ) -> TcpProgram:
         """Return the program of calls like one, whose arrays are not read.
 
-        `link_of` returns the link that carries a stream (`connection_of`). `flight_bytes` is the window of a held
-        stream, at least `EdgeStream.window` chunks.
+        `links_of` returns the links that carry the streams of some rows (`connections_of`). `flight_bytes` is the
+        window of a held stream, at least `RankOrder.window` chunks.
         """
-        about, (memory,) = call.signature, call.memory
-        carried = sorted(
-            (link_of(one.stream), one.stream.number, one)
-            for one in orders(call.table, about.collective, about.root)
-            if rank in (one.stream.source, one.stream.destination)
-        )
-        mine = [one for _, _, one in carried]
-        here = {one.stream.number: place for place, one in enumerate(mine)}
-        longest = {one.stream.number: _longest(one.stream, call.table) for one in mine}
-        buffer_bytes = max(longest.values(), default=0) * call.itemsize
+        table, (memory,) = call.table, call.memory
+        order = rank_order(table, rank, call.signature.collective, call.signature.root)
+        carried = links_of(order.rows)
+        links = tuple(sorted(set(carried)))
+        number = {link: place for place, link in enumerate(links)}
+        link = np.fromiter((number[one] for one in carried), dtype=np.int64, count=len(carried))
+        sorting = np.argsort(link, kind="stable")
+        here = np.empty_like(sorting)
+        here[sorting] = np.arange(len(sorting))
+        rows = order.rows[sorting]
+        start, shard = table.bounds[table.shard[rows]], table.shard[rows]
+        length = table.bounds[shard + 1] - start
+        longest = np.minimum(length, table.chunk_elements)
+        chunks = -(-length // table.chunk_elements)
+        arrives = table.destination[rows] == rank
+        buffer_bytes = int(longest.max(initial=0)) * call.itemsize
         buffer_bytes += -buffer_bytes % CACHE_LINE
-        partial: dict[int, tuple[int, int, int]] = {}
-        elements = 0
-        for one in mine:
-            if one.slots and one.stream.destination == rank:
-                slots, slot = min(one.slots, one.stream.chunks), longest[one.stream.number]
-                partial[one.stream.shard] = (elements, slots, slot)
-                elements += slots * slot
-        streams = np.zeros(len(mine), machine.STREAM)
-        befores: list[tuple[int, int]] = []
-        keeps = buffers = first_chunk = 0
-        for place, one in enumerate(mine):
-            part, arrives = one.stream, one.stream.destination == rank
-            flight = -(-flight_bytes // (longest[part.number] * call.itemsize))
-            window = min(max(part.window, flight), part.chunks) if one.held else 0
-            kept = (window or 1) if arrives else 0
-            where, slots, slot = partial.get(part.shard, (part.start - memory.block[0], 0, 0))
-            first_before = len(befores)
-            if arrives:
-                befores += [(here[number], lag) for number, lag in one.before]
-            streams[place] = (
-                part.number,
-                place_in(memory.given, part.start),
-                part.stop - part.start,
-                call.table.chunk_elements,
-                part.chunks,
-                part.add,
-                part.destination_fresh if arrives else part.source_fresh,
-                where,
-                slots,
-                slot,
-                -1 if arrives or one.written is None else here[one.written],
-                window,
-                first_before,
-                len(befores),
-                keeps,
-                kept,
-                first_chunk,
+        flight = -(-flight_bytes // (longest * call.itemsize))
+        held = order.held[sorting]
+        window = np.where(held, np.minimum(np.maximum(order.window[sorting], flight), chunks), 0)
+        # Partial sums of a shard are placed at its first stream that has slots.
+        slotted = np.flatnonzero(order.slots[sorting] * arrives)
+        slots = np.minimum(order.slots[sorting][slotted], chunks[slotted])
+        places = np.cumsum(slots * longest[slotted])
+        partial = {
+            of: (end - each * slot, each, slot)
+            for of, end, each, slot in zip(
+                shard[slotted].tolist(),
+                places.tolist(),
+                slots.tolist(),
+                longest[slotted].tolist(),
+                strict=True,
             )
-            first_chunk += part.chunks
-            keeps += kept
-            # a chunk of a stream that is not held waits only at its link
-            buffers += window if arrives else 0
-        links = tuple(sorted({link for link, _, _ in carried}))
+        }
+        streams = np.zeros(len(rows), machine.STREAM)
+        streams["place"] = start - memory.block[0]
+        if partial:
+            of_sums = [partial.get(of, (-1, 0, 0)) for of in shard.tolist()]
+            place, streams["slots"], streams["slot"] = np.array(of_sums, dtype=np.int64).T
+            streams["place"] = np.where(streams["slots"] > 0, place, streams["place"])
+        streams["number"] = order.numbers[sorting]
+        streams["first"] = _places_in(memory.given, start)
+        streams["length"], streams["chunk"], streams["chunks"] = length, table.chunk_elements, chunks
+        streams["adds"] = table.add[rows]
+        streams["own"] = np.where(arrives, table.destination_fresh[rows], table.source_fresh[rows])
+        written = order.written[sorting]
+        streams["written"] = np.where(written >= 0, here[written], -1)
+        streams["window"] = window
+        after = here[order.befores[:, 0]]
+        sorted_befores = np.argsort(after, kind="stable")
+        counts = np.bincount(after, minlength=len(rows))
+        streams["last_before"] = np.cumsum(counts)
+        streams["first_before"] = streams["last_before"] - counts
+        befores = np.zeros(len(after), machine.BEFORE)
+        befores["stream"], befores["lag"] = (
+            here[order.befores[:, 1]][sorted_befores],
+            order.befores[sorted_befores, 2],
+        )
+        keeps = np.where(arrives, np.maximum(window, 1), 0)
+        streams["keeps"], streams["kept"] = keeps, np.cumsum(keeps) - keeps
+        streams["first_chunk"] = np.cumsum(chunks) - chunks
         link_rows = np.zeros(len(links), machine.LINK)
-        for place, link in enumerate(links):
-            numbers = [number for number, (other, _, _) in enumerate(carried) if other == link]
-            left = sum(mine[number].stream.chunks for number in numbers)
-            row = link_rows[place]
-            row["leaves"], row["left"] = link[0] == rank, left
-            row["first_stream"], row["last_stream"] = numbers[0], numbers[-1] + 1
-            buffers += link[1] == rank
+        link_rows["leaves"] = [one[0] == rank for one in links]
+        link_rows["left"] = np.bincount(link, weights=chunks[here], minlength=len(links)).astype(np.int64)
+        in_link = np.bincount(link, minlength=len(links))
+        link_rows["last_stream"] = np.cumsum(in_link)
+        link_rows["first_stream"] = link_rows["last_stream"] - in_link
         link_rows["descriptor"] = link_rows["stream"] = -1
         return cls(
             rank,
-            tuple(one.stream for one in mine),
+            rows,
             links,
             streams,
-            np.array(befores, machine.BEFORE),
+            befores,
             link_rows,
-            elements,
-            keeps,
-            buffers,
+            int(places[-1]) if len(places) else 0,
+            int(keeps.sum()),
+            # a chunk of a stream that is not held waits only at its link
+            int(window[arrives].sum()) + sum(one[1] == rank for one in links),
             buffer_bytes,
         )
 
@@ -306,10 +316,14 @@ class TcpCollective:
 
     def arrivals(self) -> Iterator[tuple[Queue, EdgeStream, int, int, int]]:
         """Yield the chunks that came: link, stream, chunk, and nanoseconds of its begin and end."""
+        every = streams(self._table)
         for row, link in zip(self._link_rows, self.program.links, strict=True):
             for place in range(row["first_stream"], row["last_stream"]):
                 if link[1] == self.program.rank:
-                    first, stream = self.program.streams["first_chunk"][place], self.program.parts[place]
+                    first, stream = (
+                        self.program.streams["first_chunk"][place],
+                        every[self.program.rows[place]],
+                    )
                     for chunk, (start, end) in enumerate(self._times[first:][: stream.chunks].tolist()):
                         yield link, stream, chunk, start, end
 
@@ -378,8 +392,9 @@ class TcpCollective:
 
     def _first_missing(self, peer: int | None) -> tuple[EdgeStream, int] | None:
         """Return the first chunk that has not come from a rank, or any, else the first that has not left."""
-        rows = []
-        for place, stream in enumerate(self.program.parts):
+        rows, every = [], streams(self._table)
+        for place, number in enumerate(self.program.rows.tolist()):
+            stream = every[number]
             leaves = stream.source == self.program.rank
             chunk = int(self._progress["done" if leaves else "come"][place])
             if chunk < stream.chunks and peer in (None, stream.source, stream.destination):
@@ -412,9 +427,11 @@ class TcpCollective:
         self._frame["done_aside"] = 1
 
 
-def _longest(stream: EdgeStream, table: TransferTable) -> int:
-    """Return the elements of the longest chunk of a stream."""
-    return min(table.chunk_elements, stream.stop - stream.start)
+def _places_in(given: Given, elements: Records) -> Records:
+    """Return the positions of elements in a rank's input, as `place_in`."""
+    if len(given) == 2:
+        return elements - given[0]
+    return np.array([place_in(given, element) for element in elements.tolist()], dtype=np.int64)
 
 
 COMBINED_BYTES = 64 << 10

@@ -38,11 +38,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from collectives.backends.backend import LinkShare, LinkUse
 from collectives.backends.tcp.link_probe import LinkEnds
 from collectives.peers.address import RETRY_SECONDS
 from collectives.peers.connections import NO_DESCRIPTORS, Connection, Endpoint, Listener, Message
-from collectives.tables.transfer_table import EdgeStream, TransferTable
+from collectives.tables.transfer_table import EdgeStream, TransferTable, streams
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.fabric import CHANNEL_LINKS, Fabric
 from topoplan.machine.topology import Topology
@@ -179,6 +182,16 @@ def connection_of(
             return link
         place += 1
     return queue
+
+
+def connections_of(
+    rows: NDArray[np.int64], plan: Plan, table: TransferTable, wires: Mapping[Queue, LinkAddresses]
+) -> list[Queue]:
+    """Return the connections of the streams whose first chunks are some rows, as `connection_of`."""
+    if not wires:
+        return [table.queues[queue] for queue in table.queue[rows].tolist()]
+    every = streams(table)
+    return [connection_of(every[row], plan, table, wires) for row in rows.tolist()]
 
 
 def _route(stream: EdgeStream, plan: Plan) -> tuple[str, ...]:

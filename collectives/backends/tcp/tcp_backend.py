@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collectives.backends.backend import (
     Backend,
@@ -55,9 +56,9 @@ from collectives.backends.tcp.connections import (
     Queue,
     TcpConnections,
     among,
-    connection_of,
     connection_rates,
     connection_shares,
+    connections_of,
     link_use,
     listed,
     read_wires,
@@ -76,7 +77,7 @@ from collectives.peers.peer_watchdog import LOOK
 from collectives.peers.rendezvous import meeting_key
 from collectives.peers.tcp_control_plane import TcpControlPlane, rendezvous_within
 from collectives.tables.numpy_arrays import ArrayLibrary, PooledArrays
-from collectives.tables.transfer_table import EdgeStream, UnevenInput, results_in
+from collectives.tables.transfer_table import UnevenInput, results_in
 from topoplan.errors import BackendError, RefusedError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plan
@@ -362,10 +363,19 @@ class TcpBackend(OneRank):
     def _small(self, call: Call[Any]) -> bool:
         """Return whether the barrier carries the inputs."""
         (memory,) = call.memory
-        if isinstance(memory.given, UnevenInput):
-            return False  # the barrier carries as many bytes of each rank
-        nbytes = (memory.given[1] - memory.given[0]) * call.itemsize
+        if isinstance(memory.given, UnevenInput) or call.table.only is not None:
+            return (
+                False  # the barrier carries as many bytes of each rank, and every rank adds up those of all
+            )
+        return self._carries((memory.given[1] - memory.given[0]) * call.itemsize)
+
+    def _carries(self, nbytes: int) -> bool:
+        """Return whether the barrier carries inputs of so many bytes."""
         return self._pace is None and nbytes * self.size <= COMBINED_BYTES and self.size <= MOST_RANKS
+
+    def takes_part(self, nbytes: int) -> bool:
+        # the routes of a wires file and the rates of a pace are those of listed edges
+        return not self._carries(nbytes) and not self._all_wires and self._pace is None
 
     def _run_over_links(self, call: Call[Any]) -> None:
         """Run a collective over the links of the plan."""
@@ -418,10 +428,10 @@ class TcpBackend(OneRank):
                     before = self._dropped.get(link, (0, 0))
                     self._dropped[link] = before[0] + data, before[1] + back
 
-            def link_of(stream: EdgeStream) -> Queue:
-                return connection_of(stream, call.plan, call.table, self._wires)
+            def links_of(rows: NDArray[np.int64]) -> list[Queue]:
+                return connections_of(rows, call.plan, call.table, self._wires)
 
-            program = TcpProgram.of(call, self.rank, link_of, self._flight_bytes)
+            program = TcpProgram.of(call, self.rank, links_of, self._flight_bytes)
             state = self._collectives[kind] = TcpCollective(
                 program, call.table, self._scratch, self._wakeup.descriptor
             )

@@ -50,10 +50,11 @@ from tests.support.tcp_jobs import (
     ring_wires,
     seal,
 )
+from topoplan import PlanByKind, cluster_by_kind, plan_by_kind
 from topoplan.errors import BackendError, InfeasibleError, RefusedError, UsageError
 from topoplan.machine.cluster import cluster
 from topoplan.machine.cluster_network import Server
-from topoplan.plans.plan import ALL_COLLECTIVES, COLLECTIVES, Plan
+from topoplan.plans.plan import ALL_COLLECTIVES, COLLECTIVES, ROOTED, Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 
 Array = NDArray[Any]
@@ -682,3 +683,83 @@ def test_an_all_to_all_keeps_chunks_only_of_blocks_that_it_relays(shape: str) ->
     for chunks, blocks in zip(footprint(plan).scratch, relayed, strict=True):
         assert chunks <= 2 * blocks * (plan.depth + 2)
     assert (max(relayed) == 0) == (shape == "star")
+
+
+@pytest.fixture(scope="module")
+def few_servers() -> PlanByKind:
+    """Two kinds of servers, five GPUs; ranks that get no result of a reduce keep partial sums."""
+    servers = [Server("v100x4", [0, 1], count=2), Server("v100x4", [0])]
+    return plan_by_kind(cluster_by_kind(servers, nic_gbps=100), "allreduce")
+
+
+def test_ranks_run_a_plan_by_kind_by_their_own_parts_with_the_bits_of_the_listed_plan(
+    few_servers: PlanByKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 plans further collectives by kind too; nothing is listed."""
+    size = few_servers.size
+    kinds: dict[str, Any] = {
+        one: {"root": 4} if one in ROOTED else {} for one in COLLECTIVES if one != "alltoall"
+    }
+    given = {one: [given_to(rank, size, one, 40_000) for rank in range(size)] for one in kinds}
+    expected = {}
+    for one, options in kinds.items():
+        plan = plan_by_kind(few_servers.cluster, one, **options)
+        with Communicator(plan, chunk_bytes=16_000) as comm:  # loopback lists it
+            expected[one] = [seal(array) for array in call(comm, one, given[one], **options)]
+    monkeypatch.setattr(PlanByKind, "listed", None)
+
+    def body(backend: TcpBackend, rank: int) -> Any:
+        with Communicator(few_servers, backend, chunk_bytes=16_000) as comm:
+            results = {one: seal(call(comm, one, given[one][rank], **kinds[one])) for one in kinds}
+            again = seal(call(comm, "allreduce", given["allreduce"][rank]))
+            return results, again, comm.bytes_sent
+
+    for rank, (results, again, _) in enumerate(backends_in_threads(size, body)):
+        assert results == {one: expected[one][rank] for one in kinds}
+        assert again == results["allreduce"]
+
+
+@pytest.mark.thorough
+def test_what_needs_the_list_of_a_plan_by_kind_lists_it(few_servers: PlanByKind) -> None:
+    """Small arrays, which the barrier carries, blocks to all, and entries."""
+    size = few_servers.size
+
+    def body(backend: TcpBackend, rank: int) -> Any:
+        with Communicator(few_servers, backend) as comm:
+            small = comm.all_reduce(np.arange(3.0))
+            blocks = comm.all_to_all(np.arange(size) + 10 * rank)
+            entries = comm.sparse_all_reduce(np.arange(5000.0), density=0.001)
+            return small, blocks, entries
+
+    for rank, (small, blocks, entries) in enumerate(backends_in_threads(size, body)):
+        assert small.tolist() == [0, size, 2 * size]
+        assert blocks.tolist() == [10 * other + rank for other in range(size)]
+        assert entries[-1] == size * 4999.0
+
+
+def test_ranks_with_other_plans_by_kind_are_refused(few_servers: PlanByKind) -> None:
+    other = plan_by_kind(few_servers.cluster, "allgather")
+
+    def body(backend: TcpBackend, rank: int) -> Any:
+        with Communicator(other if rank == 2 else few_servers, backend) as comm:
+            return comm.all_reduce(np.ones(50_000))
+
+    for error in backends_in_threads(few_servers.size, body, timeout=10):
+        assert isinstance(error, BackendError | UsageError)
+
+
+def test_a_rank_that_leaves_a_plan_by_kind_is_named(
+    few_servers: PlanByKind,
+) -> None:
+    def body(backend: TcpBackend, rank: int) -> Any:
+        with Communicator(few_servers, backend) as comm:
+            comm.all_reduce(np.ones(50_000))
+            if rank == 3:
+                raise RuntimeError("stops here")
+            return comm.all_reduce(np.ones(50_000))
+
+    errors = backends_in_threads(few_servers.size, body)
+    for rank, error in enumerate(errors):
+        if rank != 3:
+            assert isinstance(error, BackendError)
+            assert error.peer == 3 or error.rank == 3, error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -21,8 +22,10 @@ from tests.support.kind_clusters import (
 )
 from topoplan import InfeasibleError, PlanByKind, PlanError, Server, UsageError, cluster_by_kind, plan_by_kind
 from topoplan.machine.variants import with_in_network
+from topoplan.plans.deferred_plan import DeferredPlan
 from topoplan.plans.kind_templates import KindTemplate, beside_root, centre_of, third_groups
 from topoplan.plans.shards import Edge, ImageShards, Shard
+from topoplan.plans.size_plans import parse_job_plan, parse_plan_file
 from topoplan.plans.verify_by_kind import verify_by_kind
 from topoplan.solve.route_table import FabricOrbits, RouteTable
 
@@ -533,3 +536,52 @@ def test_roles_that_do_not_fall_on_all_servers_equally_are_refused() -> None:
         PlanError, match="1 shifts do not give every server of a cell each role equally often"
     ):
         topoplan.verify(replace(plan, templates=(*others, replace(shifted, shifts=1))))
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce", "alltoall"])
+def test_a_deferred_plan_is_the_listed_plan_and_is_listed_for_its_trees_alone(
+    collective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = [Server("v100x4", count=2), Server("nvlink-x4", [0, 1], count=2)]
+    plan = plan_by_kind(cluster_by_kind(servers, nic_gbps=100), collective)
+    deferred, listed = DeferredPlan(plan), plan.listed()
+    with monkeypatch.context() as patched:
+        patched.setattr(PlanByKind, "listed", None)
+        for name in (
+            "collective",
+            "ranks",
+            "root",
+            "topology",
+            "channels",
+            "schedule",
+            "method",
+            "rate",
+            "bound",
+        ):
+            assert getattr(deferred, name) == getattr(listed, name), name
+        for name in (
+            "vertices",
+            "helpers",
+            "exchanges",
+            "sparse",
+            "blocks",
+            "buffers",
+            "num_trees",
+            "height",
+        ):
+            assert getattr(deferred, name) == getattr(listed, name), name
+        assert deferred.digest == plan.digest
+        assert parse_job_plan(deferred.to_json()) == deferred == pickle.loads(pickle.dumps(deferred))
+        assert topoplan.verify(deferred) == topoplan.verify(plan)
+    assert deferred.shards == listed.shards
+    assert deferred.certificate == listed.certificate
+    assert replace(deferred, notes=listed.notes, order=listed.order) == listed
+    assert parse_plan_file(deferred.to_json()) == listed
+
+
+def test_a_deferred_plan_of_100_000_gpus_refuses_a_list_of_its_trees() -> None:
+    many = cluster_by_kind([Server("dgx-h100", count=12_500)], nic_gbps=400)
+    deferred = DeferredPlan(plan_by_kind(many, "all_gather"))
+    assert (deferred.ranks[0], deferred.ranks[-1], len(deferred.ranks)) == ("s0.gpu0", "s12499.gpu7", 100_000)
+    with pytest.raises(UsageError, match="16,384 GPUs fit; choose fewer servers, or use the plan by kind"):
+        deferred.bounds(100_000)

@@ -1,0 +1,327 @@
+"""Find one rank's edges in the images of a template of a plan by kind, for all images at once.
+
+For every edge of the template the rank may be parent or child, as its server stands for one of the sample's. The other
+end, and whether the rank is the lowest child of its parent, follow from the places of root, centre and entries.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.errors import PlanError
+from topoplan.machine.cluster_by_kind import ClusterByKind
+from topoplan.plans.kind_images import local_numbers
+from topoplan.plans.kind_templates import (
+    KindTemplate,
+    beside_root,
+    centre_of,
+    entry_of,
+    image_count,
+    leaf_groups,
+    represented,
+)
+from topoplan.plans.plan_by_kind import PlanByKind
+from topoplan.plans.shards import Edge, Stage
+
+Numbers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+def first_ranks(cluster: ClusterByKind) -> list[Numbers]:
+    """Return the first rank of every server of each cell: leaf by position."""
+    gpus = np.repeat(
+        np.array([cluster.gpus_of_kind[kind] for kind, _ in cluster.runs]),
+        np.array([count for _, count in cluster.runs]),
+    )
+    first = np.cumsum(gpus) - gpus
+    found = []
+    for cell in cluster.cells:
+        leaves = []
+        for leaf in range(cell.leaves):
+            runs = cluster.leaf_runs(cluster.leaf_number(cell.leaf_class, leaf))
+            leaves.append(
+                np.concatenate([first[run.start : run.stop] for kind, run in runs if kind == cell.kind])
+            )
+        found.append(np.array(leaves, dtype=np.int64))
+    return found
+
+
+class _Reach(NamedTuple):
+    """The servers at one end of an edge: in one leaf, in one pod, or anywhere."""
+
+    leaf: Numbers | int | None = None
+    pod: Numbers | int | None = None
+
+
+_ANYWHERE = _Reach()
+
+
+class TemplatePart:
+    """Rows of one rank in the images of one template."""
+
+    def __init__(self, plan: PlanByKind, template: KindTemplate, first: list[Numbers], rank: int) -> None:
+        self.template, self.sample, self.channels = template, plan.sample, plan.channels
+        self.first, self.rank = first, rank
+        self.count = image_count(plan.sample, template)
+        self.stands = represented(plan.sample, template)
+        cluster = plan.cluster
+        self.cells, self.places = cluster.cells, plan.sample.places
+        self.home = plan.sample.servers_of(plan.fabric.ranks)
+        self.local = local_numbers(self.home)
+        server, self.gpu = cluster.server_of(rank)
+        self.place = cluster.place(server)
+        # Leaf and position of the root, the centre, and (the leaf counted in its pod) the entries, of every image.
+        number = np.arange(self.count, dtype=np.int64)
+        cell = self.cells[self.places[template.root].cell]
+        self.leaf, self.position = np.divmod(number // template.shifts, cell.count)
+        self.centre_leaf, self.centre_position = centre_of(
+            plan.sample, template, self.leaf, self.position, number
+        )
+        self.groups = leaf_groups(plan.sample, template)
+        self.entered = {
+            entry: entry_of(plan.sample, template, entry, self.leaf, self.position, number)
+            for entry in template.entries
+        }
+
+    def owners(self, collective: str) -> Numbers:
+        """Return the rank by which the images are ordered."""
+        stage = self.template.stages[-1 if collective == "reduce_scatter" else 0]
+        every = np.arange(self.count)
+        leaf, position = self.lowest(self.home[stage.root], every, _ANYWHERE)
+        return self.first[self.places[self.home[stage.root]].cell][leaf, position] + self.local[stage.root]
+
+    def rows(self, shard: Numbers) -> tuple[NDArray[Any], ...]:
+        """Return shard, stage, parent, child, channel, whether data runs up, and whether each end has its own data."""
+        parts: list[tuple[NDArray[Any], ...]] = []
+        written: set[int] = set()
+        images = self.images_of_roles
+        for number, stage in enumerate(self.template.stages):
+            parents = {edge.parent for edge in stage.edges}
+            for edge in stage.edges:
+                up = stage.op == "reduce"
+                parent_fresh = edge.parent not in written and (up or edge.parent == stage.root)
+                child_fresh = edge.child not in written and edge.child not in parents
+                for image, parent, child, lowest in self.ends(stage, edge, images, up and parent_fresh):
+                    flag = np.ones(len(image), dtype=np.bool_)
+                    parts.append(
+                        (
+                            shard[image].astype(np.int32),
+                            np.full(len(image), number, dtype=np.int8),
+                            parent.astype(np.int32),
+                            child.astype(np.int32),
+                            np.full(len(image), self.channels.index(edge.channel), dtype=np.int8),
+                            flag & up,
+                            lowest & parent_fresh,
+                            flag & child_fresh,
+                        )
+                    )
+            written |= parents if stage.op == "reduce" else {edge.child for edge in stage.edges}
+        kinds = (np.int32, np.int8, np.int32, np.int32, np.int8, np.bool_, np.bool_, np.bool_)
+        empty = tuple(np.zeros(0, dtype=kind) for kind in kinds)
+        return tuple(np.concatenate(column) for column in zip(empty, *parts, strict=True))
+
+    @cached_property
+    def images_of_roles(self) -> dict[int, Numbers]:
+        """The images in which the rank's server is one of those for which each server of the sample stands."""
+        every = np.arange(self.count)
+        leaf, position = (np.full(self.count, value) for value in (self.place.leaf, self.place.position))
+        return {
+            server: np.flatnonzero(self.belongs(server, every, leaf, position))
+            for server in self.stands
+            if self.places[server].cell == self.place.cell
+        }
+
+    def ends(
+        self, stage: Stage, edge: Edge, images: dict[int, Numbers], ordered: bool
+    ) -> list[tuple[Numbers, Numbers, Numbers, Flags]]:
+        """Return image, parent and child of the edges that stand for one, at the rank, and whether it is the lowest
+        child of its parent, looked up only if ``ordered`` and only for the rank's own parent."""
+        above, below = self.home[edge.parent], self.home[edge.child]
+        if above != below and self.stands[above] > 1 and above not in self.template.marked:
+            raise PlanError("a server without a role of its own sends to another server")
+        found = []
+        if self.local[edge.child] == self.gpu and len(image := images.get(below, ())):
+            image = np.asarray(image)
+            leaf, position = self.one_above(above, below, image)
+            parent = self.first[self.places[above].cell][leaf, position] + self.local[edge.parent]
+            lowest = np.ones(len(image), dtype=np.bool_)
+            if ordered:
+                for other in stage.edges:
+                    if other.parent == edge.parent:
+                        lowest &= self.lowest_child(other, above, below, image) >= self.rank
+            found.append((image, parent, np.full(len(image), self.rank), lowest))
+        if self.local[edge.parent] == self.gpu and len(image := images.get(above, ())):
+            image = np.asarray(image)
+            if above == below:
+                child = np.full(len(image), self.rank - self.gpu + self.local[edge.child])
+            else:
+                which, leaf, position = self.members(
+                    below, image, self.reach(above, below, above, self.place.leaf)
+                )
+                child = self.first[self.places[below].cell][leaf, position] + self.local[edge.child]
+                image = image[which]
+            found.append((image, np.full(len(image), self.rank), child, np.ones(len(image), np.bool_)))
+        return found
+
+    def one_above(self, above: int, below: int, image: Numbers) -> tuple[Numbers, Numbers]:
+        """Return leaf and position of the server above the rank's."""
+        if above == below:
+            return np.full(len(image), self.place.leaf), np.full(len(image), self.place.position)
+        return self.lowest(above, image, self.reach(above, below, below, self.place.leaf))
+
+    def lowest_child(self, edge: Edge, above: int, below: int, image: Numbers) -> Numbers:
+        """Return the lowest child that an edge from the parent of the rank stands for."""
+        server = self.home[edge.child]
+        leaf, position = self.one_above(above, below, image)
+        if server != above:
+            leaf, position = self.lowest(server, image, self.reach(above, server, above, leaf))
+        return self.first[self.places[server].cell][leaf, position] + self.local[edge.child]
+
+    def reach(self, above: int, below: int, known: int, leaf: Numbers | int) -> _Reach:
+        """Return where the other end of an edge between two servers is, given the leaf of the known one.
+
+        It is anywhere if the upper one is alone, else in the leaf if both share one, else in the pod.
+        """
+        if self.stands[above] == 1:
+            return _ANYWHERE
+        if self.sample.leaf_of(above) == self.sample.leaf_of(below):
+            return _Reach(leaf=leaf)
+        return _Reach(pod=leaf // self.cells[self.places[known].cell].leaves_in_pod)
+
+    def held(self, cell: int, image: Numbers, leaf: Numbers) -> Flags:
+        """Return whether leaves of a cell's class hold root or centre."""
+        leaf_class, template = self.cells[cell].leaf_class, self.template
+        found: Flags = np.zeros(np.broadcast(image, leaf).shape, dtype=np.bool_)
+        for server, at in ((template.root, self.leaf), (template.centre, self.centre_leaf)):
+            if self.cells[self.places[server].cell].leaf_class == leaf_class:
+                found |= at[image] == leaf
+        return found
+
+    def grouped(self, server: int, image: Numbers, leaf: Numbers) -> Flags:
+        """Return whether leaves without root and centre are in pods placed like that of a server of the sample."""
+        cell, template = self.cells[self.places[server].cell], self.template
+        found = ~self.held(self.places[server].cell, image, leaf)
+        entry = self.groups.entry_beside(cell, self.places[server].leaf)
+        if entry is not None:
+            beside = self.entered[entry][0][image] == leaf % cell.leaves_in_pod
+            found = found & (beside if self.groups.entered(server) is not None else ~beside)
+        pods = {self.sample.pod_of(one): one for one in (template.centre, template.root)}
+        one = pods.pop(self.sample.pod_of(server), None)
+        if one is not None:
+            there: Flags = found & (self.pod(one)[image] == leaf // cell.leaves_in_pod)
+            return there
+        for (pod_class, _), one in pods.items():
+            if pod_class == cell.pod_class:
+                found = found & (self.pod(one)[image] != leaf // cell.leaves_in_pod)
+        return found
+
+    def pod(self, server: int) -> Numbers:
+        """Return the pod of root or centre in every image."""
+        leaf = self.leaf if server == self.template.root else self.centre_leaf
+        return leaf // self.cells[self.places[server].cell].leaves_in_pod
+
+    def marked_at(self, server: int, image: Numbers, leaf: Numbers) -> tuple[Numbers, Flags]:
+        """Return the position of a marked server in leaves of its class, and whether it has one there."""
+        template = self.template
+        if server == template.root:
+            return self.position[image], self.leaf[image] == leaf
+        if server == template.centre:
+            return self.centre_position[image], self.centre_leaf[image] == leaf
+        near = beside_root(self.sample, template, server)
+        there: Flags = self.leaf[image] == leaf if near else self.grouped(server, image, leaf)
+        return self.entered[server][1][image], there
+
+    def belongs(self, server: int, image: Numbers, leaf: Numbers, position: Numbers) -> Flags:
+        """Return whether a server of the sample stands for places of its cell."""
+        if server in self.template.marked:
+            at, there = self.marked_at(server, image, leaf)
+            here: Flags = there & (at == position)
+            return here
+        cell = self.places[server].cell
+        slot = self.slot(server)
+        found: Flags = self.grouped(server, image, leaf) if slot is None else slot[image] == leaf
+        for marked in self.template.marked:
+            if self.places[marked].cell == cell:
+                at, there = self.marked_at(marked, image, leaf)
+                found = found & ~(there & (at == position))
+        return found
+
+    def first_pod(self, server: int, image: Numbers) -> Numbers:
+        """Return the first pod of leaves for which a server of the sample stands."""
+        template, (pod_class, _) = self.template, self.sample.pod_of(server)
+        pods = {self.sample.pod_of(one): one for one in (template.centre, template.root)}
+        own = pods.get(self.sample.pod_of(server))
+        if own is not None:
+            return self.pod(own)[image]
+        found = np.zeros(len(image), dtype=np.int64)
+        held = [self.pod(one)[image] for (of, _), one in pods.items() if of == pod_class]
+        for _ in held:
+            found = found + np.any([one == found for one in held], axis=0)
+        return found
+
+    def slot(self, server: int) -> Numbers | None:
+        """Return the leaf of a server of the sample, which root or centre has in every image, or None."""
+        at, template = self.sample.leaf_of(server), self.template
+        if at == self.sample.leaf_of(template.centre):
+            return self.centre_leaf
+        return self.leaf if at == self.sample.leaf_of(template.root) else None
+
+    def alone(self, server: int) -> Numbers | None:
+        """Return the only leaf with servers for which one of the sample stands, by image, or None for several."""
+        if server == self.template.root:
+            return self.leaf
+        return self.slot(server)
+
+    def members(
+        self, server: int, image: Numbers, reach: _Reach
+    ) -> tuple[NDArray[np.intp], Numbers, Numbers]:
+        """Return the places for which a server of the sample stands: index into ``image``, leaf, position."""
+        cell = self.cells[self.places[server].cell]
+        alone = self.alone(server)
+        if reach.leaf is not None:
+            leaf = np.full((len(image), 1), reach.leaf)
+        elif alone is not None:
+            leaf = alone[image][:, None]
+        else:
+            size = cell.leaves_in_pod
+            first, leaves = (0, cell.leaves) if reach.pod is None else (reach.pod * size, size)
+            leaf = np.tile(first + np.arange(leaves), (len(image), 1))
+        if server in self.template.marked:
+            position, there = self.marked_at(server, image[:, None], leaf)
+            which, column = np.nonzero(there)
+            return which, leaf[which, column], np.broadcast_to(position, leaf.shape)[which, column]
+        positions = np.arange(cell.count)
+        there = self.belongs(server, image[:, None, None], leaf[:, :, None], positions)
+        which, column, position = np.nonzero(np.broadcast_to(there, (*leaf.shape, cell.count)))
+        return which, leaf[which, column], position
+
+    def lowest(self, server: int, image: Numbers, reach: _Reach) -> tuple[Numbers, Numbers]:
+        """Return leaf and position of the lowest server for which one of the sample stands in each image."""
+        number = self.places[server].cell
+        cell, alone = self.cells[number], self.alone(server)
+        if reach.leaf is not None:
+            leaf = np.broadcast_to(reach.leaf, image.shape)
+        elif alone is not None:
+            leaf = alone[image]
+        else:
+            pod = self.first_pod(server, image) if reach.pod is None else reach.pod
+            leaf = np.broadcast_to(pod * cell.leaves_in_pod, image.shape)
+            entry = self.groups.entry_beside(cell, self.places[server].leaf)
+            if entry is not None and self.groups.entered(server) is not None:
+                leaf = leaf + self.entered[entry][0][image]
+            else:
+                for _ in range(2):
+                    taken = self.held(number, image, leaf)
+                    if entry is not None:
+                        taken |= self.entered[entry][0][image] == leaf % cell.leaves_in_pod
+                    leaf = leaf + taken
+        if server in self.template.marked:
+            return leaf, self.marked_at(server, image, leaf)[0]
+        position = np.zeros(len(image), dtype=np.int64)
+        for _ in self.template.marked:
+            position = position + ~self.belongs(server, image, leaf, position)
+        return leaf, position
