@@ -76,7 +76,7 @@ from collectives.peers.peer_watchdog import LOOK
 from collectives.peers.rendezvous import meeting_key
 from collectives.peers.tcp_control_plane import TcpControlPlane, rendezvous_within
 from collectives.tables.numpy_arrays import ArrayLibrary, PooledArrays
-from collectives.tables.transfer_table import EdgeStream, UnevenInput, results_in
+from collectives.tables.transfer_table import EdgeStream, results_in
 from topoplan.errors import BackendError, RefusedError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plan
@@ -362,7 +362,7 @@ class TcpBackend(OneRank):
     def _small(self, call: Call[Any]) -> bool:
         """Return whether the barrier carries the inputs."""
         (memory,) = call.memory
-        if isinstance(memory.given, UnevenInput):
+        if call.table.uneven is not None:
             return False  # the barrier carries as many bytes of each rank
         nbytes = (memory.given[1] - memory.given[0]) * call.itemsize
         return self._pace is None and nbytes * self.size <= COMBINED_BYTES and self.size <= MOST_RANKS
