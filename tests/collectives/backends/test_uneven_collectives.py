@@ -87,7 +87,7 @@ def check_on_one_rank(comm: Communicator, counts: list[int], rest: tuple[int, ..
 @pytest.mark.parametrize(
     ("backend", "options"), [("shared", {}), ("tcp", {}), ("tcp", {"on_failure": "shrink"})]
 )
-def test_ranks_find_what_numpy_does(backend: str, options: dict[str, str]) -> None:
+def test_ranks_find_what_numpy_does(backend: str, options: dict[str, Any]) -> None:
     def body(comm: Communicator, _: int) -> None:
         for number, (counts, rest) in enumerate(COUNTS):
             check_on_one_rank(comm, counts, rest, number % RANKS)
@@ -274,18 +274,14 @@ def test_wrong_arguments_are_refused_on_all_ranks_before_anything_moves(backend:
 
 def test_one_process_refuses_wrong_arguments() -> None:
     with Communicator(machine_plan()) as comm:
-        for call, wanted in (
-            (
-                lambda: comm.all_gather_v([np.zeros(1)] * 4, [1, 1, 1, 2]),
-                "rank 3 sends 1 elements to rank 0, which",
-            ),
-            (lambda: comm.all_gather_v([np.zeros(1)] * 3), "3 arrays for 4 ranks"),
-            (
-                lambda: comm.reduce_scatter_v([np.zeros(4)] * 4, None),
-                "counts of rank 0 must be whole numbers",
-            ),
-            (lambda: comm.gather([np.zeros(1)] * 4, root="a"), "root must be a rank"),
-        ):
+        ones: list[Array] = [np.zeros(1)] * 4
+        cases: list[tuple[Callable[[], Any], str]] = [
+            (lambda: comm.all_gather_v(ones, [1, 1, 1, 2]), "rank 3 sends 1 elements to rank 0, which expects 2"),
+            (lambda: comm.all_gather_v(ones[:3]), "3 arrays for 4 ranks"),
+            (lambda: comm.reduce_scatter_v(ones, None), "counts of rank 0 must be whole numbers"),
+            (lambda: comm.gather(ones, root=7), "root must be a rank, 0 to 3, got 7"),
+        ]
+        for call, wanted in cases:
             with pytest.raises(UsageError, match=wanted):
                 call()
 
