@@ -276,7 +276,10 @@ def test_one_process_refuses_wrong_arguments() -> None:
     with Communicator(machine_plan()) as comm:
         ones: list[Array] = [np.zeros(1)] * 4
         cases: list[tuple[Callable[[], Any], str]] = [
-            (lambda: comm.all_gather_v(ones, [1, 1, 1, 2]), "rank 3 sends 1 elements to rank 0, which expects 2"),
+            (
+                lambda: comm.all_gather_v(ones, [1, 1, 1, 2]),
+                "rank 3 sends 1 elements to rank 0, which expects 2",
+            ),
             (lambda: comm.all_gather_v(ones[:3]), "3 arrays for 4 ranks"),
             (lambda: comm.reduce_scatter_v(ones, None), "counts of rank 0 must be whole numbers"),
             (lambda: comm.gather(ones, root=7), "root must be a rank, 0 to 3, got 7"),
@@ -299,3 +302,36 @@ def test_counts_of_ranks_that_failed_are_not_repeated() -> None:
         return comm.reduce_scatter_v(np.ones(3), [0, 2, 1]).tolist()
 
     assert on_ranks(body, "tcp", on_failure="shrink")[:3] == [[], [3, 3], [3]]
+
+
+def test_changed_counts_keep_the_links_of_tcp_open() -> None:
+    """Rank 0 always sends alike and takes every call for another; once counts have settled, all links are reopened."""
+
+    def body(comm: Communicator, rank: int) -> list[bool]:
+        network = comm._members.execution.backend._network  # type: ignore[attr-defined]
+        kept = []
+        for numbers in ((1,), (2, 1, 3, 2), (3, 3, 3, 4)):
+            before = dict(network.outgoing)
+            for number in numbers:
+                counts = [30_000, *[9000 * number] * (RANKS - 1)]
+                blocks = blocks_of(counts, ())
+                assert np.array_equal(comm.all_gather_v(blocks[rank]), np.concatenate(blocks))
+            kept.append(all(network.outgoing[link] is one for link, one in before.items()))
+        return kept
+
+    assert on_ranks(body, "tcp", chunk_bytes=1 << 14) == [[True, True, False]] * RANKS
+
+
+def test_small_uneven_blocks_run_cached_over_tcp() -> None:
+    """The barrier carries them, of ranks without rows too; other counts, types and reductions take turns."""
+
+    def body(comm: Communicator, rank: int) -> int:
+        for _ in range(3):
+            for counts in ([3, 0, 50, 1], [0, 2, 0, 0], [3, 0, 50, 2]):
+                check_on_one_rank(comm, counts, (), 1)
+                whole = wholes_of(counts, (), "float64")
+                mean = parts(sum(whole[1:], whole[0]) / RANKS, counts)[rank]
+                assert np.array_equal(comm.reduce_scatter_v(whole[rank], counts, op="avg"), mean)
+        return len(comm._members.execution._cached_uneven)
+
+    assert min(on_ranks(body, "tcp", plan=machine_plan())) >= 3 * 4
