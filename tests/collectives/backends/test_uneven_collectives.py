@@ -118,7 +118,7 @@ def test_equal_counts_have_the_bits_of_equal_blocks(dtype: str, ops: tuple[str, 
             assert found.tobytes() == wanted.tobytes()
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     direct_machines(),
     st.integers(0, 2**32),
@@ -149,7 +149,7 @@ def test_any_machine_and_counts(small: Topology, seed: int, highest: int, chunk:
             assert (line is None) if rank != root else np.array_equal(line, gathered)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     st.lists(st.integers(0, 300), min_size=4, max_size=4),
     st.sampled_from(["allgather", "reduce_scatter"]),
@@ -326,7 +326,7 @@ def test_small_uneven_blocks_run_cached_over_tcp() -> None:
     """The barrier carries them, of ranks without rows too; other counts, types and reductions take turns."""
 
     def body(comm: Communicator, rank: int) -> int:
-        for _ in range(3):
+        for _ in range(2):
             for counts in ([3, 0, 50, 1], [0, 2, 0, 0], [3, 0, 50, 2]):
                 check_on_one_rank(comm, counts, (), 1)
                 whole = wholes_of(counts, (), "float64")
