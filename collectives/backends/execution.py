@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from types import NoneType
 from typing import Any, Generic, TypeVar
 
@@ -46,7 +46,14 @@ from collectives.peers.agreement import Gather, plan_on_one_rank
 from collectives.peers.control_plane import Signature, shape_text
 from collectives.tables.lowering import PlanKey, lower, lower_to, lower_uneven
 from collectives.tables.numpy_arrays import ArrayLibrary
-from collectives.tables.transfer_table import Given, Traffic, TransferTable, place_in
+from collectives.tables.transfer_table import (
+    Given,
+    RankBlocks,
+    Traffic,
+    TransferTable,
+    UnevenBlocks,
+    place_in,
+)
 from topoplan.errors import BackendError, RefusedError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.exchange import Demand
@@ -193,8 +200,10 @@ class Execution(Generic[Array]):
         self._lowered: dict[CallKind, tuple[PlanKey, TransferTable, Signature]] = {}
         self._caches = backend.one_rank and not self._prints
         self._cached: dict[PlanQuery, CachedCall] = {}
-        self._cached_uneven: dict[tuple[int, Any, tuple[int, ...]], CachedCall] = {}
-        """By the number of their counts, dtype, and shape of a row."""
+        self._counts: dict[tuple[str, int | None], KnownCounts] = {}
+        """By the method of uneven blocks and its root."""
+        self._cached_uneven: dict[tuple[object, ...], CachedCall] = {}
+        """By method, root, reduction, number of the counts, dtype, and shape of a row."""
         self._exchanges: dict[str, ExchangeRounds[Array]] = {}
         self._prepared_calls = 0
 
@@ -360,21 +369,29 @@ class Execution(Generic[Array]):
             _remember(self._cached, key, CachedCall.of(run, kind, call, first.dtype))
 
     def _cache_uneven(self, request: Request[Array], call: Call[Array]) -> None:
-        """Cache what uneven all-to-alls of these counts have in common, after one of them has run."""
+        """Cache what calls of these counts have in common, after one of them has run."""
         first: Any = request.inputs[0]
-        key = request.counts, first.dtype, request.kind.input_shape[1:]
-        if key not in self._cached_uneven and request.kind in self._lowered and request.about is None:
+        kind = request.kind
+        key = kind.method, kind.root, kind.op, request.counts, first.dtype, kind.input_shape[1:]
+        if (
+            key not in self._cached_uneven
+            and kind in self._lowered
+            and request.about is None
+            and (kind.op != "avg" or kind.dtype in AVERAGED)
+            and self.backend.ranks[0] in kind.holders
+        ):
             run = self.backend.repeated(call)
             if run is not None:
-                _remember(self._cached_uneven, key, CachedCall.of(run, request.kind, call, first.dtype))
+                _remember(self._cached_uneven, key, CachedCall.of(run, kind, call, first.dtype))
 
     def _repeated_uneven(self, number: int, asked: UnevenCall[Array]) -> Callable[[], Any] | None:
-        """Return what runs a cached all-to-all of known counts; None if its arrays need the checks of a first call."""
+        """Return what runs a cached call of known counts; None if its arrays need the checks of a first call."""
         library, out = self.backend.arrays, asked.out
         array: Any = asked.inputs[0]
         if not self._cached_uneven or type(array) not in library.plain:
             return None
-        call = self._cached_uneven.get((number, array.dtype, library.shape(array)[1:]))
+        key = asked.method, asked.root, asked.op, number, array.dtype, library.shape(array)[1:]
+        call = self._cached_uneven.get(key)
         places = None if call is None else call.places(array, out, library)
         if call is None or places is None:
             return None
@@ -480,23 +497,24 @@ class Execution(Generic[Array]):
         call = Call(key.plan, table, signature, op, signature.dtype, itemsize, memory)
         self._run(call, key.digest, count * itemsize)
 
-    @cached_property
-    def _counts(self) -> KnownCounts:
-        return KnownCounts()
+    def _known_counts(self, asked: UnevenCall[Array]) -> KnownCounts:
+        """Return the counts of earlier calls of a method and root."""
+        return self._counts.setdefault((asked.method, asked.root), KnownCounts())
 
     def run_uneven(self, asked: UnevenCall[Array]) -> Any:
-        """Run an all-to-all of uneven blocks as `run`, once all ranks know the counts of all.
+        """Run a collective of uneven blocks as `run`, once all ranks know the counts of all.
 
         A rank whose counts are those of an earlier call assumes that all ranks repeat it. The agreement before anything
         moves tells whether they do; otherwise they exchange their counts.
         """
         backend = self.backend
-        number = self._counts.number(backend.ranks[0], asked) if backend.one_rank else 0
+        counts = self._known_counts(asked)
+        number = counts.number(backend.ranks[0], asked) if backend.one_rank else 0
         if number:
             run = self._repeated_uneven(number, asked)
             if run is None:
                 try:
-                    request = uneven_request(backend, asked, self._counts.of(number), number=number)
+                    request = uneven_request(backend, asked, counts.of(number), number=number)
                 except UsageError:  # ``out`` is for other counts than those of the earlier call
                     return self.run(self.bound_to_counts(asked))
                 run = partial(self.run, request) if request.kind in self._lowered else None
@@ -507,12 +525,12 @@ class Execution(Generic[Array]):
                     if not error.unknown_counts:
                         raise
                 else:
-                    self._counts.use(number)
+                    counts.use(number)
                     return result
         return self.run(self.bound_to_counts(asked))
 
     def bound_to_counts(self, asked: UnevenCall[Array]) -> Request[Array]:
-        """Return the request of an all-to-all of uneven blocks once all ranks have exchanged their counts.
+        """Return the request of a collective of uneven blocks once all ranks have exchanged their counts.
 
         Raises `RefusedError` on all ranks if a rank expects other counts than it is sent, and `UsageError` if ``out``
         has another shape: then the others raise `RefusedError`.
@@ -521,20 +539,28 @@ class Execution(Generic[Array]):
         if not backend.one_rank:
             return self._uneven_request(asked, 0, asked.sent)
         first = asked.inputs[0]
-        agreed = {"dtype": library.dtype(first), "shape": shape_text(library.shape(first)[1:]), "counts": -1}
+        counts = self._known_counts(asked)
+        agreed: dict[str, Any] = {
+            "collective": asked.method,
+            "root": asked.root,
+            "op": asked.op,
+            "dtype": library.dtype(first),
+            "shape": shape_text(library.shape(first)[1:]),
+            "counts": -1,
+        }
         try:
-            self.agree(collective=UNEVEN, **agreed)
+            self.agree(**agreed)
         except RefusedError as error:
             if not error.unknown_counts:
                 raise
-            self.agree(collective=UNEVEN, **agreed)  # with ranks that had assumed counts
-        texts = self.gather_texts(self._counts.text(backend.ranks[0], asked))
+            self.agree(**agreed)  # with ranks that had assumed counts
+        texts = self.gather_texts(counts.text(backend.ranks[0], asked))
         try:
-            number = self._counts.agreed(texts, unit=asked.unit)
+            number = counts.agreed(texts, unit=asked.unit)
         except UsageError as error:
             raise RefusedError(str(error), by_all=True, next_call=self._calls) from None
-        self._counts.use(number)
-        return self._uneven_request(asked, number, self._counts.of(number))
+        counts.use(number)
+        return self._uneven_request(asked, number, counts.of(number))
 
     def _uneven_request(self, asked: UnevenCall[Array], number: int, rows: Counts) -> Request[Array]:
         """Return the request of counts of this number; refuse it with all ranks if ``out`` does not fit."""
@@ -559,8 +585,11 @@ class Execution(Generic[Array]):
         """Return the plan for calls of a kind; see `planned`."""
         if kind in self._lowered:
             return self._lowered[kind][0].plan
-        plan = self._plan(kind.collective, kind.root, kind.nbytes)
-        if kind.uneven is None:
+        if isinstance(kind.uneven, RankBlocks) and kind.uneven.only is not None:
+            alone = "broadcast" if kind.uneven.gathered else "reduce"
+            return self._plan(alone, kind.uneven.only, kind.nbytes)
+        plan = self._plan(kind.collective, kind.root if kind.uneven is None else None, kind.nbytes)
+        if not isinstance(kind.uneven, UnevenBlocks):
             return plan
         demand = demand_of(kind.rows)
         if demand is None and not isinstance(plan.certificate, Demand):
@@ -785,7 +814,7 @@ class Execution(Generic[Array]):
 def _agreed_fields(kind: CallKind) -> dict[str, Any]:
     """Return what a signature has of a kind."""
     return {
-        "collective": kind.collective if kind.uneven is None else UNEVEN,
+        "collective": kind.method or kind.collective,
         "root": kind.root,
         "op": kind.op,
         "dtype": kind.dtype,

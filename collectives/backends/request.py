@@ -26,7 +26,7 @@ import numpy as np
 
 from collectives.backends.backend import Backend
 from collectives.tables.numpy_arrays import ArrayLibrary
-from collectives.tables.transfer_table import Given, UnevenBlocks, given_block, result_block
+from collectives.tables.transfer_table import Given, RankBlocks, UnevenBlocks, given_block, result_block
 from topoplan.errors import UsageError
 from topoplan.plans.plan import ALL_TO_ALL
 
@@ -46,7 +46,8 @@ class CallKind:
     - `holders`: the ranks that get a result. `shapes` are those of the results of this process's ranks.
     - `count`: elements of the buffer. `size`: number of ranks.
     - `input_shape` of every rank's array, of uneven blocks of all arrays together.
-    - `uneven`: the blocks of an all-to-all of uneven blocks, in elements; `rows` in rows of axis 0.
+    - `uneven`: the blocks of a collective of uneven blocks, in elements; `rows` in rows of axis 0. `method` is then
+      the name under which ranks agree on it; `root` that of a scatter or gather, whose plan has none.
     """
 
     collective: str
@@ -61,8 +62,9 @@ class CallKind:
     count: int
     size: int
     input_shape: tuple[int, ...]
-    uneven: UnevenBlocks | None = None
+    uneven: UnevenBlocks | RankBlocks | None = None
     rows: Counts = ()
+    method: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +79,7 @@ class Request(Generic[Array]):
 
     `inputs` and `outputs` have an entry for each rank of this process; an output is None without an array of the
     caller's. `about` is the meaning of the elements, if ranks that differ in it must not exchange them. `prepared` is
-    the number of a prepared call, else 0; `counts` that of the counts of an uneven all-to-all.
+    the number of a prepared call, else 0; `counts` that of the counts of uneven blocks.
     """
 
     kind: CallKind
@@ -101,13 +103,7 @@ def request(
 
     `arrays` is an array, or a list with one for each rank of this process; `out` is None, or as the results.
     """
-    if root is not None:
-        try:
-            root = int(index(root))
-        except TypeError:
-            raise UsageError(f"root must be a rank, 0 to {backend.size - 1}, got {root!r}") from None
-    if root is not None and not 0 <= root < backend.size:
-        raise UsageError(f"root must be a rank, 0 to {backend.size - 1}, got {root}")
+    root = checked_root(root, backend.size)
     library = backend.arrays
     inputs = check_inputs([arrays] if backend.one_rank else arrays, backend.ranks, library)
     if op is not None:
@@ -124,6 +120,19 @@ def request(
         holders=kind.holders,
     )
     return Request(kind, inputs, outputs)
+
+
+def checked_root(root: Any, size: int) -> int | None:
+    """Return a root as a rank, or None for a collective without one; raise `UsageError` for anything else."""
+    if root is None:
+        return None
+    try:
+        rank = int(index(root))
+    except TypeError:
+        raise UsageError(f"root must be a rank, 0 to {size - 1}, got {root!r}") from None
+    if not 0 <= rank < size:
+        raise UsageError(f"root must be a rank, 0 to {size - 1}, got {rank}")
+    return rank
 
 
 @lru_cache(maxsize=256)

@@ -1,7 +1,11 @@
-"""Check the counts of an uneven all-to-all, agree on them, and round them to the demand that is planned.
+"""Check the counts of uneven blocks, agree on them, and round those of an all-to-all to the demand that is planned.
 
 Rank r sends ``counts[r][s]`` rows of axis 0 to rank s. Every rank knows its own counts; a gather of texts gives it all
 others'. Lengths are bound when the call runs: a plan fixes the paths of each block and their shares.
+
+A scatter is an all-to-all in which one rank sends, a gather one in which one rank receives. An all-gather sends one
+block to all, so a row has one count; in a reduce-scatter all ranks send alike, so a column has one. Both run by the
+trees of the plan of equal blocks, or by those of a broadcast or reduce if one rank alone has a block.
 
 A plan that is known serves other counts too, if by its paths they take at most `SERVED_WITHIN` of the least time that
 some certificate of the known plans proves for them (`serving_plan`); all of it in exact numbers, so that all ranks
@@ -30,10 +34,11 @@ from collectives.backends.request import (
     Request,
     check_inputs,
     check_outputs,
+    checked_root,
     one_per_rank,
 )
 from collectives.tables.lowering import PlanKey, block_shares
-from collectives.tables.transfer_table import UnevenBlocks
+from collectives.tables.transfer_table import RankBlocks, UnevenBlocks
 from topoplan.errors import PlanError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.certificates.certificate import OneFabric
@@ -43,8 +48,14 @@ from topoplan.plans.plan import ALL_TO_ALL, Plan
 
 Array = TypeVar("Array")
 
-UNEVEN = "all_to_all_v"
-"""The name of an uneven all-to-all in signatures."""
+UNEVEN, ALL_GATHER_V, REDUCE_SCATTER_V, SCATTER, GATHER = (
+    "all_to_all_v",
+    "all_gather_v",
+    "reduce_scatter_v",
+    "scatter",
+    "gather",
+)
+"""Collectives of uneven blocks, by their names in signatures."""
 
 KNOWN_COUNTS = 16
 """Matrices of counts that ranks need not send again."""
@@ -61,13 +72,16 @@ STEPS = 8
 
 @dataclass(frozen=True, slots=True)
 class UnevenCall(Generic[Array]):
-    """An uneven all-to-all whose arguments fit on this process.
+    """A collective of uneven blocks whose arguments fit on this process.
 
     `inputs`, `sent` and `received` have an entry for each rank of this process: its array, and the rows of axis 0 that
     it sends to each rank and gets from each, or None if the caller does not say. `out` is the caller's, `unit` what
-    counts count.
+    counts count. `root` is that of a scatter or gather, `op` that of a reduce-scatter.
     """
 
+    method: str
+    root: int | None
+    op: str | None
     inputs: list[Array]
     sent: Counts
     received: tuple[tuple[int, ...] | None, ...]
@@ -76,47 +90,114 @@ class UnevenCall(Generic[Array]):
 
 
 def uneven_call(
-    backend: Backend[Array], arrays: Any, send_counts: Any, recv_counts: Any, *, out: Any
+    backend: Backend[Array],
+    method: str,
+    arrays: Any,
+    counts: Any,
+    recv_counts: Any = None,
+    *,
+    root: int | None = None,
+    op: str | None = None,
+    out: Any,
 ) -> UnevenCall[Array]:
-    """Check the arguments of an uneven all-to-all as far as this process knows the counts; raise `UsageError`."""
-    library, ranks = backend.arrays, backend.ranks
-    one_rank = backend.one_rank
+    """Check the arguments of a collective of uneven blocks as far as this process knows the counts; raise `UsageError`.
+
+    `counts` are those of the method: of all-to-all what each rank of this process sends, else one list or None.
+    """
+    library, ranks, one_rank = backend.arrays, backend.ranks, backend.one_rank
+    root = checked_root(root, backend.size)
     inputs = check_inputs([arrays] if one_rank else arrays, ranks, library, first_axis=1)
     if library.gpu(inputs[0]) is not None:
         raise UsageError(
-            "all_to_all_v needs arrays on the host, got arrays on a GPU; copy them there, or pad them and call "
-            "all_to_all"
+            f"{method} needs arrays on the host, got arrays on a GPU; copy them there, or pad them and call the "
+            "collective of equal blocks"
         )
     if backend.helpers:
         raise UsageError(
-            "all_to_all_v cannot run with helper ranks, which do not know its counts; plan without helpers"
+            f"{method} cannot run with helper ranks, which do not know its counts; plan without helpers"
         )
-    given = one_per_rank([send_counts] if one_rank else send_counts, ranks, "send_counts")
-    sent = tuple(
-        _checked_counts(row, backend.size, rank, "send_counts")
-        for rank, row in zip(ranks, given, strict=True)
-    )
-    wanted: list[Any] = [None] * len(ranks)
-    if recv_counts is not None:
-        wanted = one_per_rank([recv_counts] if one_rank else recv_counts, ranks, "recv_counts")
-    received = tuple(
-        None if row is None else _checked_counts(row, backend.size, rank, "recv_counts")
-        for rank, row in zip(ranks, wanted, strict=True)
-    )
-    for rank, array, row in zip(ranks, inputs, sent, strict=True):
-        rows = (library.shape(array) or (1,))[0]
-        if sum(row) != rows:
+    if op is not None:
+        library.check_reduction(op, inputs[0])
+    rest = library.shape(inputs[0])[1:]
+    if method == SCATTER:  # the other arrays give shape and dtype
+        inputs = [
+            one if rank == root else library.empty((0, *rest), one)
+            for rank, one in zip(ranks, inputs, strict=True)
+        ]
+    held = [(library.shape(array) or (1,))[0] for array in inputs]
+    received: tuple[tuple[int, ...] | None, ...]
+    if method == UNEVEN:
+        name, sent = "send_counts", _counts_of_ranks(backend, counts, "send_counts")
+        received = (
+            (None,) * len(ranks)
+            if recv_counts is None
+            else _counts_of_ranks(backend, recv_counts, "recv_counts")
+        )
+    else:
+        name = "counts"
+        sent, received = _claims(method, root, counts, backend.size, dict(zip(ranks, held, strict=True)))
+    for rank, rows, row in zip(ranks, held, sent, strict=True):
+        if method in (UNEVEN, SCATTER, REDUCE_SCATTER_V) and sum(row) != rows:
             raise UsageError(
-                f"send_counts of rank {rank} must add up to the {rows} rows of its array, got {sum(row)}; "
-                "pass that part of the array alone, or correct send_counts"
+                f"{name} of rank {rank} must add up to the {rows} rows of its array, got {sum(row)}; "
+                f"pass that part of the array alone, or correct {name}"
             )
     unit = "rows" if len(library.shape(inputs[0])) > 1 else "elements"
-    call = UnevenCall(inputs, sent, received, out, unit)
+    call = UnevenCall(method, root, op, inputs, sent, received, out, unit)
     if not one_rank:
         check_counts(sent, received, unit=unit)
     elif received[0] is not None and out is not None:
         _outputs(backend, call, (received[0],))
     return call
+
+
+def _counts_of_ranks(backend: Backend[Any], counts: Any, name: str) -> Counts:
+    """Return the counts of each rank of this process."""
+    listed = one_per_rank([counts] if backend.one_rank else counts, backend.ranks, name)
+    return tuple(
+        _checked_counts(row, backend.size, rank, name)
+        for rank, row in zip(backend.ranks, listed, strict=True)
+    )
+
+
+def _claims(
+    method: str, root: int | None, counts: Any, size: int, held: dict[int, int]
+) -> tuple[Counts, tuple[tuple[int, ...] | None, ...]]:
+    """Return what ranks send and expect in a collective with one list of counts, or None.
+
+    `held` has the ranks of this process, with the rows of their arrays.
+    """
+    needed = method == REDUCE_SCATTER_V
+    given = None
+    if needed or (counts is not None and (root is None or root in held)):
+        given = _checked_counts(counts, size, next(iter(held)) if root is None else root, "counts")
+    sent: list[tuple[int, ...]] = []
+    received: list[tuple[int, ...] | None] = []
+    for rank, rows in held.items():
+        row, column = (rows,) * size, given
+        if method == REDUCE_SCATTER_V:
+            assert given is not None, "checked"
+            row, column = given, (given[rank],) * size
+        elif method == SCATTER:
+            row, column = (0,) * size, None
+            if rank == root:
+                row = given if given is not None else _equal_counts(rows, size, rank)
+        elif method == GATHER:
+            row = tuple(rows if peer == root else 0 for peer in range(size))
+            column = given if rank == root else None
+        sent.append(row)
+        received.append(column)
+    return tuple(sent), tuple(received)
+
+
+def _equal_counts(rows: int, size: int, rank: int) -> tuple[int, ...]:
+    """Return the counts of equal blocks."""
+    if rows % size:
+        raise UsageError(
+            f"the {rows} rows of rank {rank} cannot be divided among {size} ranks; pass counts, or pad the array to "
+            f"{rows + -rows % size}"
+        )
+    return (rows // size,) * size
 
 
 def _checked_counts(row: Any, size: int, rank: int, name: str) -> tuple[int, ...]:
@@ -230,28 +311,28 @@ def _column(counts: Counts, rank: int) -> tuple[int, ...]:
 def uneven_request(
     backend: Backend[Array], call: UnevenCall[Array], rows: Counts, *, number: int = 0
 ) -> Request[Array]:
-    """Return the request of an uneven all-to-all whose ranks send each other these rows; `UsageError` if ``out`` does
-    not fit.
+    """Return the request of a collective whose ranks send each other these rows; `UsageError` if ``out`` does not fit.
 
     `number` is that of the rows in `KnownCounts`.
     """
     library, first = backend.arrays, call.inputs[0]
     key = library.dtype(first), library.itemsize(first), library.shape(first)[1:]
-    kind = _uneven_kind(*key, rows, backend.ranks)
+    kind = _uneven_kind(call.method, call.root, call.op, *key, rows, backend.ranks)
     received = tuple(_column(rows, rank) for rank in backend.ranks)
     return Request(kind, call.inputs, _outputs(backend, call, received), counts=number)
 
 
 def _outputs(backend: Backend[Array], call: UnevenCall[Array], received: Counts) -> list[Array | None]:
-    """Return the arrays for results of these counts."""
+    """Return the arrays for results of these counts, which come from each rank."""
     library, first, out = backend.arrays, call.inputs[0], call.out
+    lengths = [row[0] if call.method == REDUCE_SCATTER_V else sum(row) for row in received]
     return check_outputs(
         [out] if backend.one_rank and out is not None else out,
         backend.ranks,
         library,
-        shapes=[(sum(row), *library.shape(first)[1:]) for row in received],
+        shapes=[(rows, *library.shape(first)[1:]) for rows in lengths],
         like=first,
-        holders=backend.ranks,
+        holders=_holders(call.method, call.root, backend.ranks),
     )
 
 
@@ -259,31 +340,56 @@ _KINDS: WeakValueDictionary[tuple[object, ...], CallKind] = WeakValueDictionary(
 """Kinds of uneven calls as long as a rank keeps their lowered plan: all ranks find theirs by these objects alike."""
 
 
+def _holders(method: str, root: int | None, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ranks of this process that get a result."""
+    return tuple(rank for rank in ranks if method != GATHER or rank == root)
+
+
 def _uneven_kind(
-    dtype: str, itemsize: int, rest: tuple[int, ...], rows: Counts, ranks: tuple[int, ...]
+    method: str,
+    root: int | None,
+    op: str | None,
+    dtype: str,
+    itemsize: int,
+    rest: tuple[int, ...],
+    rows: Counts,
+    ranks: tuple[int, ...],
 ) -> CallKind:
     """Return the kind of a call; `rest` is the shape of a row."""
-    key = (dtype, itemsize, rest, rows, ranks)
+    key = (method, root, op, dtype, itemsize, rest, rows, ranks)
     known = _KINDS.get(key)
     if known is not None:
         return known
     width = prod(rest)
-    blocks = UnevenBlocks(tuple(tuple(count * width for count in row) for row in rows))
+    blocks: UnevenBlocks | RankBlocks
+    if method in (ALL_GATHER_V, REDUCE_SCATTER_V):
+        gathered = method == ALL_GATHER_V
+        lengths = _column(rows, 0) if gathered else rows[0]
+        blocks = RankBlocks(tuple(count * width for count in lengths), gathered=gathered)
+        collective = "allgather" if gathered else "reduce_scatter"
+        results, count = lengths, sum(blocks.counts)
+        if gathered:
+            results = (sum(lengths),) * len(rows)
+    else:
+        blocks = UnevenBlocks(tuple(tuple(count * width for count in row) for row in rows))
+        collective, results = ALL_TO_ALL, tuple(sum(_column(rows, rank)) for rank in range(len(rows)))
+        count = blocks.results[-1][1]
     made = CallKind(
-        collective=ALL_TO_ALL,
-        root=None,
-        op=None,
+        collective=collective,
+        root=root,
+        op=op,
         dtype=dtype,
         itemsize=itemsize,
         given=tuple(blocks.sent(rank) for rank in ranks),
         blocks=tuple(blocks.results[rank] for rank in ranks),
-        holders=ranks,
-        shapes=tuple((sum(row[rank] for row in rows), *rest) for rank in ranks),
-        count=blocks.results[-1][1],
+        holders=_holders(method, root, ranks),
+        shapes=tuple((results[rank], *rest) for rank in ranks),
+        count=count,
         size=len(rows),
         input_shape=(sum(map(sum, rows)), *rest),
         uneven=blocks,
         rows=rows,
+        method=method,
     )
     return _KINDS.setdefault(key, made)
 

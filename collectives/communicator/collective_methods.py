@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
+from collectives.backends.uneven_exchange import ALL_GATHER_V, GATHER, REDUCE_SCATTER_V, SCATTER, UNEVEN
 from collectives.communicator.handle import CallQueue, Handle
 from collectives.recovery.membership import CollectiveOutcome, CommunicatorMembers
 from collectives.sparse.exchange_choice import SparseExplanation, SparseRequest, sparse_request
@@ -211,11 +212,142 @@ class DenseCollectives(ABC):
         RefusedError
             A rank sends another number of rows than its peer expects: on all ranks, before anything moves.
         """
-        return self._start_uneven(arrays, send_counts, recv_counts, out, async_op)
+        return self._start_uneven(UNEVEN, arrays, send_counts, recv_counts, out=out, async_op=async_op)
+
+    def all_gather_v(
+        self, arrays: Any, counts: Any = None, *, out: Any = None, async_op: bool = False
+    ) -> Any:
+        """Concatenate the arrays of all ranks, of any rows, along axis 0; every rank gets the result.
+
+        As ``MPI_Allgatherv``, without displacements. It runs by the trees of `all_gather`, each with its share of its
+        rank's block, or by those of `broadcast` if one rank alone has rows.
+
+        Parameters
+        ----------
+        arrays : array of shape (m, ...), on the host; with several ranks in this process a list of one per rank
+            m may differ by rank, and be 0.
+        counts : N whole numbers from 0 on, optional
+            The rows of each rank. If given, they are compared with the arrays of all ranks.
+        out : array of shape (sum of m, ...), optional
+        async_op : bool
+            Return a `Handle` at once.
+
+        Raises
+        ------
+        UsageError
+            Counts are no whole numbers from 0 on, or not one for each rank.
+        RefusedError
+            A rank has another number of rows than a peer expects: on all ranks, before anything moves.
+        """
+        return self._start_uneven(ALL_GATHER_V, arrays, counts, out=out, async_op=async_op)
+
+    def reduce_scatter_v(
+        self, arrays: Any, counts: Any, *, op: str = "sum", out: Any = None, async_op: bool = False
+    ) -> Any:
+        """Reduce over all ranks; rank r gets the next ``counts[r]`` rows of axis 0, behind those of the ranks before.
+
+        As ``MPI_Reduce_scatter``. It runs by the trees of `reduce_scatter`, each with its share of its rank's block, or
+        by those of `reduce` if one rank alone gets rows.
+
+        Parameters
+        ----------
+        arrays : array of shape (sum of counts, ...), on the host; with several ranks in this process a list
+        counts : N whole numbers from 0 on, the same on all ranks
+        op : str
+            As of `reduce_scatter`.
+        out : array of shape (counts[r], ...), optional
+        async_op : bool
+            Return a `Handle` at once.
+
+        Raises
+        ------
+        UsageError
+            Counts are no whole numbers from 0 on, not one for each rank, or do not add up to the array's rows.
+        RefusedError
+            Ranks have different counts: on all ranks, before anything moves.
+        """
+        return self._start_uneven(REDUCE_SCATTER_V, arrays, counts, op=op, out=out, async_op=async_op)
+
+    def scatter(
+        self,
+        arrays: Any,
+        counts: Any = None,
+        *,
+        root: int | None = None,
+        out: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Send each rank its block of the root's array, of any rows; the result is that block.
+
+        As ``MPI_Scatterv``: an `all_to_all_v` in which the root alone sends, by the plan of that demand.
+
+        Parameters
+        ----------
+        arrays : array of shape (m, ...), on the host; with several ranks in this process a list of one per rank
+            The root's array is sent; the others only give dtype and the shape behind axis 0.
+        counts : N whole numbers from 0 on, m together, optional
+            The rows of each rank, read on the root alone; by default N equal blocks.
+        root : int, optional
+            By default that of the communicator's plan, or rank 0 without one.
+        out : array of the shape of this rank's block, optional
+        async_op : bool
+            Return a `Handle` at once.
+
+        Raises
+        ------
+        UsageError
+            Counts are no whole numbers from 0 on, not one for each rank, or do not add up to the array's rows.
+        RefusedError
+            Another rank refused its arguments.
+        """
+        return self._start_uneven(SCATTER, arrays, counts, root=self._root(root), out=out, async_op=async_op)
+
+    def gather(
+        self,
+        arrays: Any,
+        counts: Any = None,
+        *,
+        root: int | None = None,
+        out: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Concatenate the arrays of all ranks along axis 0, of any rows, on the root; the others get None.
+
+        As ``MPI_Gatherv``: an `all_to_all_v` in which the root alone receives, by the plan of that demand.
+
+        Parameters
+        ----------
+        arrays : array of shape (m, ...), on the host; with several ranks in this process a list of one per rank
+        counts : N whole numbers from 0 on, optional
+            The rows of each rank, read on the root alone. If given, they are compared with what the others send.
+        root : int, optional
+            By default that of the communicator's plan, or rank 0 without one.
+        out : array of shape (sum of m, ...), optional
+            Only the root's is used; the others may be None.
+        async_op : bool
+            Return a `Handle` at once.
+
+        Raises
+        ------
+        UsageError
+            Counts are no whole numbers from 0 on, or not one for each rank.
+        RefusedError
+            A rank sends another number of rows than the root expects: on all ranks, before anything moves.
+        """
+        return self._start_uneven(GATHER, arrays, counts, root=self._root(root), out=out, async_op=async_op)
 
     @abstractmethod
-    def _start_uneven(self, arrays: Any, send_counts: Any, recv_counts: Any, out: Any, async_op: bool) -> Any:
-        """Check the arguments of an uneven all-to-all, and run or start it."""
+    def _start_uneven(
+        self,
+        method: str,
+        arrays: Any,
+        counts: Any,
+        recv_counts: Any = None,
+        *,
+        async_op: bool,
+        **options: Any,
+    ) -> Any:
+        """Check the arguments of a collective of uneven blocks (`uneven_call`), and run or start it."""
 
 
 class SparseCollectives(ABC):

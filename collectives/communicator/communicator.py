@@ -863,11 +863,20 @@ class Communicator(DenseCollectives, SparseCollectives):
         if self.is_helper:
             raise UsageError("this process is a helper without arrays; call serve")
 
-    def _start_uneven(self, arrays: Any, send_counts: Any, recv_counts: Any, out: Any, async_op: bool) -> Any:
+    def _start_uneven(
+        self,
+        method: str,
+        arrays: Any,
+        counts: Any,
+        recv_counts: Any = None,
+        *,
+        async_op: bool,
+        **options: Any,
+    ) -> Any:
         execution, membership = self._members.present
         self._refuse_helper()
         try:
-            asked = uneven_call(execution.backend, arrays, send_counts, recv_counts, out=out)
+            asked = uneven_call(execution.backend, method, arrays, counts, recv_counts, **options)
         except UsageError as error:
             self._refuse(str(error))
             raise

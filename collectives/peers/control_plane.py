@@ -180,7 +180,7 @@ class Signature:
     digest. `count` is in elements of the buffer, the gathered one for allgather and reduce_scatter; `chunk` is the
     longest chunk in elements. `shape` is that of every rank's input (`shape_text`). `refusal` says why this rank will
     not take part, empty if it will. `prepared` is the number of the prepared call that it starts, 0 for other calls.
-    `counts` is the number of the counts that it assumes for all ranks in an uneven all-to-all, -1 if it knows none, 0
+    `counts` is the number of the counts of uneven blocks that it assumes for all ranks, -1 if it knows none, 0
     for other calls; `shape` is then that of a row.
 
     Examples
@@ -288,7 +288,7 @@ def disagreement(signatures: Sequence[Signature], *, rank: int) -> RefusedError 
     alike = {(one.collective, one.dtype, one.shape, one.world) for one in signatures}
     unlike = len({one.counts for one in signatures}) > 1
     if len(alike) == 1 and unlike and all(one.counts for one in signatures):
-        text = "ranks assume different counts in an uneven all-to-all; exchange them"
+        text = "ranks assume different counts of uneven blocks; exchange them"
         return RefusedError(text, rank=rank, by_all=True, next_call=next_call, unknown_counts=True)
     usual = Counter(signatures).most_common(1)[0][0]
     peer, other = next((place, one) for place, one in enumerate(signatures) if one != usual)

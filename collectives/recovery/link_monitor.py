@@ -392,7 +392,8 @@ class LinkMonitor:
         began = time.perf_counter()
         result = execution.run(request)
         # before the first, ranks have waited for each other in the exchange of measurements
-        if kind.collective in SYNCHRONIZING_COLLECTIVES and self._number > self._judged:
+        synchronizes = kind.collective in SYNCHRONIZING_COLLECTIVES and kind.uneven is None
+        if synchronizes and self._number > self._judged:
             self._seconds.append(time.perf_counter() - began)
         self._number += 1
         if not plan.exchanges:

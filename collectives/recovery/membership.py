@@ -227,7 +227,7 @@ class CommunicatorMembers:
                 return self._handed_to_caller(result, checked.outputs[0])
 
     def run_uneven(self, execution: Execution[Any], asked: UnevenCall[Any]) -> Any:
-        """Run an all-to-all of uneven blocks as `run`, once all ranks know the counts of all."""
+        """Run a collective of uneven blocks as `run`, once all ranks know the counts of all."""
         if self._monitor is None:
             return execution.run_uneven(asked)
         return self.run(execution, execution.bound_to_counts(asked))
@@ -235,14 +235,14 @@ class CommunicatorMembers:
     def run_uneven_to_end(
         self, asked: UnevenCall[Any], seats: tuple[int, ...], outcome: CollectiveOutcome
     ) -> Any:
-        """Run an all-to-all of uneven blocks as `run_to_end`; its counts are for these original ranks."""
+        """Run a collective of uneven blocks as `run_to_end`; its counts are for these original ranks."""
         failure: BackendError | None = None
         while True:
             execution, membership = self.present
             if membership.seats != seats:
                 outcome.without = _failed_ranks(seats, membership.seats)
                 raise BackendError(
-                    f"the ranks have changed from {len(seats)} to {len(membership.seats)}, so this all_to_all_v "
+                    f"the ranks have changed from {len(seats)} to {len(membership.seats)}, so this {asked.method} "
                     "cannot be repeated: its counts are for the earlier ones; call it again with counts for the "
                     "present ranks"
                 ) from failure

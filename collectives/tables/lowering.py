@@ -21,7 +21,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.tables.transfer_table import TransferTable, UnevenBlocks
+from collectives.tables.transfer_table import RankBlocks, TransferTable, UnevenBlocks
 from topoplan.errors import PlanError, UsageError
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.plan import Plan
@@ -286,11 +286,30 @@ def block_shares(key: PlanKey) -> dict[tuple[int, int], tuple[Fraction, ...]]:
 
 
 @lru_cache(maxsize=64)
-def lower_uneven(key: PlanKey, blocks: UnevenBlocks, chunk_elements: int) -> TransferTable:
-    """Return the transfer table of the plan of an all-to-all with blocks of other lengths than planned.
+def rank_shares(key: PlanKey) -> dict[int, tuple[Fraction, ...]]:
+    """Return the shares of the trees of a rank's block in it, in the order of the shards.
 
-    Paths share the elements of their block as those of its plan, with borders on multiples of `ALIGNMENT` elements from
-    its start. A block without a path has no elements, or stays. The last 64 tables are cached.
+    The one block of a broadcast or reduce is that of its root.
+    """
+    plan = key.plan
+    if plan.root is not None:
+        return {plan.root: tuple(shard.share for shard in plan.shards)}
+    size, before = len(plan.ranks), Fraction(0)
+    shares: dict[int, list[Fraction]] = {}
+    for shard in plan.shards:  # in the order of their owners
+        shares.setdefault(int(before * size), []).append(shard.share * size)
+        before += shard.share
+    return {rank: tuple(parts) for rank, parts in shares.items()}
+
+
+@lru_cache(maxsize=64)
+def lower_uneven(key: PlanKey, blocks: UnevenBlocks | RankBlocks, chunk_elements: int) -> TransferTable:
+    """Return the transfer table of the plan of an all-to-all, allgather or reduce-scatter with blocks of other lengths
+    than planned.
+
+    Paths and trees share the elements of their block as those of its plan, with borders on multiples of `ALIGNMENT`
+    elements from its start. A block without a path has no elements, or stays. Blocks of ranks may be moved by the plan
+    of a broadcast or reduce if one alone has elements. The last 64 tables are cached.
 
     >>> import topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "alltoall", gpus=[4, 7])
@@ -298,18 +317,24 @@ def lower_uneven(key: PlanKey, blocks: UnevenBlocks, chunk_elements: int) -> Tra
     >>> list(zip(table.source.tolist(), table.start.tolist(), table.stop.tolist()))
     [(0, 3, 19), (0, 19, 23)]
     """
-    shares = block_shares(key)
+    pieces: Iterable[tuple[int, tuple[Fraction, ...], int]]
+    if isinstance(blocks, RankBlocks):
+        owned = rank_shares(key)
+        pieces = ((elements, owned.get(rank, ()), rank) for rank, elements in enumerate(blocks.counts))
+    else:
+        shares = block_shares(key)
+        pieces = (
+            (row[destination], shares.get((destination, source), ()), source)
+            for destination in range(len(blocks.counts))
+            for source, row in enumerate(blocks.counts)
+        )
     start, bounds = 0, [0]
-    for destination in range(len(blocks.counts)):
-        for source, row in enumerate(blocks.counts):
-            elements, parts = row[destination], shares.get((destination, source), ())
-            if elements and not parts:
-                raise PlanError(f"has no path for the block to rank {destination}", rank=source)
-            ends = (
-                shard_bounds(parts, elements)[1:] if elements and len(parts) > 1 else [elements] * len(parts)
-            )
-            bounds += [start + end for end in ends]
-            start += elements
+    for elements, parts, rank in pieces:
+        if elements and not parts:
+            raise PlanError(f"has no path for a block of {elements} elements", rank=rank)
+        ends = shard_bounds(parts, elements)[1:] if elements and len(parts) > 1 else [elements] * len(parts)
+        bounds += [start + end for end in ends]
+        start += elements
     return _table(key, np.array(bounds, dtype=np.int64), chunk_elements, uneven=blocks)
 
 
@@ -321,7 +346,7 @@ def _lowered(key: PlanKey, count: int, chunk_elements: int) -> TransferTable:
 
 
 def _table(
-    key: PlanKey, bounds: NDArray[np.int64], longest: int, *, uneven: UnevenBlocks | None = None
+    key: PlanKey, bounds: NDArray[np.int64], longest: int, *, uneven: UnevenBlocks | RankBlocks | None = None
 ) -> TransferTable:
     pattern = pattern_of(key)
     edge, chunk, start, stop = chunk_rows(pattern.shard, bounds, longest)

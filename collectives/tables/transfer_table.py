@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -83,6 +83,46 @@ class UnevenBlocks:
         return UnevenInput(0, sum(self.counts[rank]), rank, self)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RankBlocks:
+    """The blocks of the buffer of an allgather or reduce-scatter: that of rank r has ``counts[r]`` elements.
+
+    `gathered`: every rank puts in its block and gets all; else it puts in all and gets its block. `results` has the
+    elements of each rank's result.
+
+    >>> RankBlocks((3, 0, 5), gathered=True).sent(2), RankBlocks((3, 0, 5), gathered=False).results
+    ((3, 8), ((0, 3), (3, 3), (3, 8)))
+    """
+
+    counts: tuple[int, ...]
+    gathered: bool
+    results: tuple[tuple[int, int], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        whole = (0, sum(self.counts))
+        object.__setattr__(self, "results", (whole,) * len(self.counts) if self.gathered else self._blocks)
+
+    @property
+    def _blocks(self) -> tuple[tuple[int, int], ...]:
+        ends = list(accumulate(self.counts, initial=0))
+        return tuple(pairwise(ends))
+
+    @property
+    def longest(self) -> int:
+        """Return the elements of the longest input of a rank."""
+        return max(self.counts) if self.gathered else sum(self.counts)
+
+    @property
+    def only(self) -> int | None:
+        """Return the one rank whose block has elements; None if several have, or none."""
+        filled = [rank for rank, count in enumerate(self.counts) if count]
+        return filled[0] if len(filled) == 1 else None
+
+    def sent(self, rank: int) -> tuple[int, int]:
+        """Return the elements of the buffer that are a rank's input."""
+        return self._blocks[rank] if self.gathered else (0, sum(self.counts))
+
+
 class UnevenInput(NamedTuple):
     """A rank's input in an all-to-all of uneven blocks: elements `start` to `stop` of its input, in these blocks."""
 
@@ -136,8 +176,8 @@ class TransferTable:
     helpers : int
         Number of helper ranks; in rows they follow the ranks. They begin with nothing, so the first row that leads to
         one stores.
-    uneven : UnevenBlocks or None
-        The blocks of an all-to-all of uneven blocks.
+    uneven : UnevenBlocks, RankBlocks or None
+        The blocks of a collective of uneven blocks.
     only : OneRankOnly or None
         The rank whose rows these are, in the order of the table of all ranks and without prerequisites; None for the
         rows of all ranks.
@@ -173,7 +213,7 @@ class TransferTable:
     offsets: NDArray[np.int64]
     prerequisites: NDArray[np.int64]
     helpers: int = 0
-    uneven: UnevenBlocks | None = None
+    uneven: UnevenBlocks | RankBlocks | None = None
     only: OneRankOnly | None = None
 
     def __post_init__(self) -> None:
@@ -275,13 +315,9 @@ def results_in(table: TransferTable, collective: str, root: int | None) -> tuple
     return result_blocks(collective, root, table.ranks, table.count)
 
 
-def longest_input(given: Given) -> int:
-    """Return the elements of the longest input of a rank, which each rank knows by its own.
-
-    >>> longest_input((4, 9)), longest_input(UnevenBlocks(((1, 2), (0, 5))).sent(0))
-    (5, 5)
-    """
-    return given.blocks.longest if isinstance(given, UnevenInput) else given[1] - given[0]
+def longest_input(table: TransferTable, given: Given) -> int:
+    """Return the elements of the longest input of a rank, which each rank knows by its own, `given`."""
+    return given[1] - given[0] if table.uneven is None else table.uneven.longest
 
 
 @lru_cache(maxsize=64)

@@ -161,12 +161,15 @@ def check_dense(tensors: Sequence[torch.Tensor], what: str) -> None:
             raise UsageError(f"{name} must not be quantized, got {dtype_of(one)}; pass its int_repr()")
 
 
-def check_alike(tensors: Sequence[torch.Tensor], like: torch.Tensor, what: str, of: str) -> None:
-    """Raise `UsageError` if tensors differ from `like` in type or number of elements."""
+def check_alike(
+    tensors: Sequence[torch.Tensor], like: torch.Tensor, what: str, of: str, *, only: int | None = None
+) -> None:
+    """Raise `UsageError` if tensors differ from `like` in type or number of elements; `only` one if that is given."""
     check_dense([like], of.removeprefix("the "))
     check_dense(tensors, what)
     for number, one in enumerate(tensors):
-        if one.dtype != like.dtype or one.numel() != like.numel():
+        longer = one.numel() != like.numel() and only in (None, number)
+        if one.dtype != like.dtype or longer:
             name = what if len(tensors) == 1 else f"{what} {number}"
             raise UsageError(
                 f"{name} must have {like.numel()} elements of {dtype_of(like)} as {of}, got {one.numel()} of "

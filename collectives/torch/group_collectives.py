@@ -138,14 +138,26 @@ class GroupCollectives:
         if not isinstance(inputs, list):
             return self.inner.allgather(outputs, inputs, *given_options(opts), *others)
 
-        def check() -> None:
+        def check() -> bool:
             check_single(inputs, "tensors")
             check_single(outputs, "output lists")
             check_length(outputs[0], self.size(), "output tensors")
-            check_alike(outputs[0], inputs[0], "output tensor", "the input")
+            uneven = self._moves_uneven(outputs[0], inputs)
+            only = self.rank() if uneven else None
+            check_alike(outputs[0], inputs[0], "output tensor", "the input", only=only)
             check_results(outputs[0], "output tensor")
+            return uneven
 
-        self._check_on_all(check)
+        if self._check_on_all(check):
+            mine, counts = line_of(inputs[0]), [one.numel() for one in outputs[0]]
+            whole = mine.new_empty(sum(counts))
+            return self._started(
+                lambda comm: comm.all_gather_v(mine, counts, out=whole, async_op=True),
+                mine,
+                lambda: copy_lines(outputs[0], parts_of(whole, outputs[0])),
+                outputs,
+                opts,
+            )
         if self._carries(inputs, None):
             return self._gathered([[one] for one in outputs[0]], inputs, outputs, opts)
         flat, lines = moved_line(inputs[0]), [moved_line(one) for one in outputs[0]]
@@ -243,15 +255,20 @@ class GroupCollectives:
         if not isinstance(outputs, list):
             return self.inner.reduce_scatter(outputs, inputs, *given_options(opts), *others)
 
-        def check() -> None:
+        def check() -> bool:
             check_single(outputs, "outputs")
             check_single(inputs, "input lists")
             check_length(inputs[0], self.size(), "input tensors")
-            check_alike(inputs[0], outputs[0], "input tensor", "the output")
+            uneven = self._moves_uneven(inputs[0], outputs) and self._reduces(outputs, opts)
+            only = self.rank() if uneven else None
+            check_alike(inputs[0], outputs[0], "input tensor", "the output", only=only)
             check_results(outputs, "output")
+            return uneven
 
-        self._check_on_all(check)
+        uneven = self._check_on_all(check)
         whole = joined_line(inputs[0])
+        if uneven:
+            return self._scattered(outputs, whole, opts, [one.numel() for one in inputs[0]])
         if self._reduces([*inputs[0], *outputs], opts):
             return self._scattered(outputs, whole, opts)
         return self._scattered_by_inner_group(outputs[0], whole, opts)
@@ -349,11 +366,22 @@ class GroupCollectives:
             check_single(outputs, "output lists")
             (listed,) = outputs
             check_length(listed, self.size(), "output tensors")
-            check_alike(listed, inputs[0], "output tensor", "the input")
+            only = root if self._moves_uneven(listed, inputs) else None
+            check_alike(listed, inputs[0], "output tensor", "the input", only=only)
             check_results(listed, "output tensor")
             return list(listed)
 
         listed = self._check_on_all(check)
+        if self._moves(inputs):
+            line, counts = line_of(inputs[0]), [one.numel() for one in listed]
+            whole = line.new_empty(sum(counts)) if listed else None
+            return self._started(
+                lambda comm: comm.gather(line, counts or None, root=root, out=whole, async_op=True),
+                line,
+                lambda: copy_lines(listed, [] if whole is None else parts_of(whole, listed)),
+                outputs,
+                opts,
+            )
         flat, lines = moved_line(inputs[0]), [moved_line(one) for one in listed]
         return self._by_inner_group(
             lambda: self.inner.gather([lines] if lines else [], [flat], opts),
@@ -380,10 +408,21 @@ class GroupCollectives:
             check_single(inputs, "input lists")
             (listed,) = inputs
             check_length(listed, self.size(), "input tensors")
-            check_alike(listed, outputs[0], "input tensor", "the output")
+            only = root if self._moves_uneven(listed, outputs) else None
+            check_alike(listed, outputs[0], "input tensor", "the output", only=only)
             return list(listed)
 
         listed = self._check_on_all(check)
+        if self._moves(outputs):
+            found, counts = line_of(outputs[0]), [one.numel() for one in listed]
+            line = joined_line(listed) if listed else found
+            return self._started(
+                lambda comm: comm.scatter(line, counts or None, root=root, out=found, async_op=True),
+                line,
+                lambda: copy_lines(outputs, [found]),
+                outputs,
+                opts,
+            )
         flat, lines = moved_line(outputs[0]), [moved_line(one) for one in listed]
         return self._by_inner_group(
             lambda: self.inner.scatter([flat], [lines] if lines else [], opts),
@@ -470,11 +509,25 @@ class GroupCollectives:
             lambda comm: comm.all_gather(flat, out=whole, async_op=True), flat, finish, results, opts
         )
 
-    def _scattered(self, outputs: list[torch.Tensor], whole: torch.Tensor, opts: Any) -> Any:
+    def _scattered(
+        self,
+        outputs: list[torch.Tensor],
+        whole: torch.Tensor,
+        opts: Any,
+        counts: Sequence[int] | None = None,
+    ) -> Any:
+        """Reduce a line by plan into equal blocks, or blocks of these counts."""
         op, factor = operation_of(opts)
         given, flat = times(whole, factor), joined_line(outputs)
+
+        def start(comm: Communicator) -> Handle[Any]:
+            if counts is None:
+                return comm.reduce_scatter(given, op=op, out=flat, async_op=True)
+            started: Handle[Any] = comm.reduce_scatter_v(given, counts, op=op, out=flat, async_op=True)
+            return started
+
         return self._started(
-            lambda comm: comm.reduce_scatter(given, op=op, out=flat, async_op=True),
+            start,
             given,
             lambda: copy_lines(outputs, parts_of(flat, outputs)),
             outputs,
@@ -641,6 +694,14 @@ class GroupCollectives:
         if not op or (factor is not None and not all(one.is_floating_point() for one in tensors)):
             return False
         return self._carries(tensors, op)
+
+    def _moves(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether blocks of different lengths go by plan: on the CPU, of types that it carries."""
+        return all(one.device.type == "cpu" for one in tensors) and self._carries(tensors, None)
+
+    def _moves_uneven(self, blocks: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether blocks for all ranks, or of all, differ in length and go by plan."""
+        return len({one.numel() for one in blocks}) > 1 and self._moves(tensors)
 
     def _carries(self, tensors: Sequence[Any], op: str | None) -> bool:
         """Return whether a plan can run a collective on tensors: the same on all ranks, as are their types."""

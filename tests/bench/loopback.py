@@ -1,4 +1,5 @@
-"""Allreduces of one process: against numpy doing the same sum and copies, and on paced links against the model.
+"""Collectives of one process: an allreduce against numpy's sums and copies, and on paced links against the model; an
+all-gather of uneven blocks on paced links against blocks that are padded to the longest.
 
 Each machine of paced links runs at a scale at which its trees need `SECONDS`. Ratios are prediction over measurement,
 so 1 is exact; "of rate" is how much of the plan's rate was reached.
@@ -6,6 +7,7 @@ so 1 is exact; "of rate" is how much of the plan's rate was reached.
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import numpy as np
@@ -28,6 +30,7 @@ Arrays = list[NDArray[np.float32]]
 
 def main() -> None:
     beside_numpy(topoplan.load("dgx-1v"))
+    beside_padding()
     print("\nallreduce on paced links, float32, all ranks in one process, median of 3")
     print(f"{'machine':<26} {'MB':>3} {'schedule':<12}  simulated rate alone  measured  ratio of rate")
     for name, (trees, ring) in plans().items():
@@ -50,6 +53,45 @@ def beside_numpy(machine: topoplan.Topology, runs: int = 7) -> None:
             found = medians(contenders, runs)
             told = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in found.items())
             print(f"  {megabytes:3} MB  {told}, ratio {found['numpy'] / found['plan']:.2f} x")
+
+
+def beside_padding(runs: int = 5, nbytes: int = 16 << 20) -> None:
+    """Print how much faster `all_gather_v` is than `all_gather` of padded blocks: the least, median and most ratio."""
+    print(
+        f"\nall_gather_v of {nbytes >> 20} MB on paced links, float32, all ranks in one process, {runs} runs:"
+    )
+    for name, gpus in (("dgx-1v", [1, 4, 5, 7]), ("dgx-1v", list(range(8))), ("dgx-2", list(range(8)))):
+        plan, size = topoplan.plan(name, "allgather", gpus=gpus), len(gpus)
+        scale = nbytes / (plan.rate * 1e9 * SECONDS / 4)
+        shapes = {
+            "harmonic": [1 / (rank + 1) for rank in range(size)],
+            "one with 10 times": [10.0, *[1.0] * (size - 1)],
+            "half with nothing": [float(rank % 2) for rank in range(size)],
+            "one alone": [1.0, *[0.0] * (size - 1)],
+        }
+        for shape, parts in shapes.items():
+            counts = [int(nbytes / 4 * part / sum(parts)) for part in parts]
+            blocks = [np.full(count, rank, np.float32) for rank, count in enumerate(counts)]
+            padded = [
+                np.resize(block, max(counts)) if len(block) else np.zeros(max(counts), np.float32)
+                for block in blocks
+            ]
+            ratios = []
+            with Communicator(plan, PacedLoopback(size, scale=scale)) as communicator:
+                for turn in range(runs + 1):
+                    began = time.perf_counter()
+                    found = communicator.all_gather_v(blocks, counts)
+                    between = time.perf_counter()
+                    communicator.all_gather(padded)
+                    if turn:  # the first plans
+                        ratios.append((time.perf_counter() - between) / (between - began))
+            if not all(np.array_equal(one, np.concatenate(blocks)) for one in found):
+                raise SystemExit(f"{name}: wrong blocks")
+            least, middle, most = min(ratios), float(np.median(ratios)), max(ratios)
+            print(
+                f"  {name} of {size}, {shape:<18} {middle:5.2f} times as fast as padded ({least:.2f} to {most:.2f})",
+                flush=True,
+            )
 
 
 def sum_and_copy(inputs: Arrays, results: Arrays) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import topoplan
 from collectives import Communicator
 from collectives.backends.mpi.mpi_backend import MpiBackend
+from tests.collectives.backends.test_uneven_collectives import check_on_one_rank
 from tests.support.contract import GROUPS, MESH, cases, refusals, run_cases, sums_of_mesh
 from tests.support.hand_plans import forest_plan
 from tests.support.sparse_steps import TWO_SERVERS, as_it_is, read_only, steps_of_each, taken
@@ -54,6 +55,8 @@ def uneven_blocks(comm: Communicator) -> list[int]:
     found = [comm.all_to_all_v(given, counts[comm.rank]) for _ in range(2)]
     lengths = [int(np.count_nonzero(found[1] == 10 * source + comm.rank)) for source in range(4)]
     assert all(np.array_equal(one, np.repeat(10 * np.arange(4) + comm.rank, lengths)) for one in found)
+    for rows, root in (([700, 0, 3, 90_000], 1), ([0, 0, 5000, 0], 3)):
+        check_on_one_rank(comm, rows, (), root)
     return lengths
 
 

@@ -49,6 +49,7 @@ def count_calls(groups: list[Any]) -> None:
         comm = planned.communicator
         assert comm is not None, planned.reason
         names = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "all_to_all_v")
+        names = (*names, "all_gather_v", "reduce_scatter_v", "scatter", "gather")
         for name in (*names, "_all_gather_in_order"):
             setattr(comm, name, counted(getattr(comm, name), name))
         planned.inner = Beneath(planned.inner)  # type: ignore[assignment]

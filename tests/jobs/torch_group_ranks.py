@@ -92,6 +92,31 @@ def collectives_without_a_plan_take_columns_of_a_matrix() -> None:
 
 
 @scenario(3)
+def lists_of_unequal_lengths_run_by_plan() -> None:
+    """One tensor of a list may be empty; strides; sums, averages, and the products of every rank's numbers."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for lengths in ([2, 0, 5], [0, 0, 4], [1, 3, 3]):
+        for dtype in (torch.float32, torch.int16, torch.bfloat16, torch.bool):
+            blocks = [torch.arange(n).add(10 * r).to(dtype) for r, n in enumerate(lengths)]
+            outs = [torch.zeros_like(one) for one in blocks]
+            dist.all_gather(outs, blocks[rank])
+            assert all(map(torch.equal, outs, blocks))
+            for root in (0, 2):
+                found = column(torch.zeros(lengths[rank], dtype=dtype))
+                dist.scatter(found, blocks if rank == root else None, src=root)
+                assert torch.equal(found, blocks[rank])
+                outs = [torch.zeros_like(one) for one in blocks]
+                dist.gather(column(blocks[rank]), outs if rank == root else None, dst=root)
+                assert rank != root or all(map(torch.equal, outs, blocks))
+        for op, wanted in ((dist.ReduceOp.SUM, 9.0), (dist.ReduceOp.AVG, 3.0), (dist.ReduceOp.PRODUCT, 24.0)):
+            part = torch.zeros(lengths[rank])
+            dist.reduce_scatter(part, [torch.full((n,), 2.0 + rank) for n in lengths], op=op)
+            assert part.tolist() == [wanted] * lengths[rank]
+    assert size == 3
+    check_usable()
+
+
+@scenario(3)
 def all_to_alls_take_lists_and_splits_of_any_type() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
 
@@ -192,6 +217,18 @@ def arguments_that_do_not_fit_are_the_same_error_on_all_ranks() -> None:
         (
             lambda: dist.all_gather([zeros(2)] * size, ones(2)),
             "UsageError: output tensors 0 and 1 share memory; give each its own",
+        ),
+        (
+            lambda: dist.all_gather([zeros(3 if one else 1), zeros(2), zeros(2)], ones(2 - (rank == 0))),
+            "RefusedError: rank 0 sends 1 elements to rank 1, which expects 3; correct the counts of one of them",
+        ),
+        (
+            lambda: dist.reduce_scatter(zeros(2), [ones(2), ones(3), ones(2)]),
+            f"{refused}input tensor 1 must have 2 elements of float32 as the output, got 3 of float32",
+        ),
+        (
+            lambda: dist.gather(ones(2), [zeros(2), zeros(3), zeros(2)] if rank == 0 else None),
+            "RefusedError: rank 1 sends 2 elements to rank 0, which expects 3; correct the counts of one of them",
         ),
         (
             lambda: dist.all_to_all([zeros(2)] * 2, [ones(2)] * 2),

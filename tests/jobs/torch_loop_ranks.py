@@ -249,7 +249,8 @@ def count_collectives() -> None:
 
         return count
 
-    for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "all_to_all_v"):
+    names = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "all_to_all_v")
+    for name in (*names, "scatter", "gather"):
         setattr(Communicator, name, counted(getattr(Communicator, name), name))
     beneath = GroupCollectives._by_inner_group
 

@@ -302,7 +302,7 @@ class SharedBackend(OneRank):
     def _prepared(self, call: Call[Any], memory: RankArrays[Any], buffers: RankBuffers) -> _Prepared:
         """Return the program of collectives like this one, for ranks that all see the same memory."""
         about = call.signature
-        nbytes = longest_input(memory.given) * call.itemsize
+        nbytes = longest_input(call.table, memory.given) * call.itemsize
         quick = buffers.arithmetic.quick(call.op)
         method = access_method_of(nbytes)
         direct, fetches = quick and method != EACH, quick and call.op is not None and nbytes >= FETCHED_BYTES

@@ -533,8 +533,15 @@ class TcpConnections:
     def close_links(self) -> None:
         """Close all connections, with what is under way on them; they may be opened again when all ranks have."""
         self._ended_uses = self.uses()
+        self._close_all(self.outgoing, self.incoming)
+        self.close_barrier()
+
+    def close_barrier(self) -> None:
+        """Close the connections of the barrier as `close_links`."""
+        self._close_all(self.barrier_out, self.barrier_in)
+
+    def _close_all(self, *kept: dict[Any, socket.socket]) -> None:
         with self._lock:
-            kept = (self.outgoing, self.incoming, self.barrier_out, self.barrier_in)
             connections = [connection for some in kept for connection in some.values()]
             for some in kept:
                 some.clear()

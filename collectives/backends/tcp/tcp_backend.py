@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import socket
 import threading
@@ -77,7 +78,7 @@ from collectives.peers.peer_watchdog import LOOK
 from collectives.peers.rendezvous import meeting_key
 from collectives.peers.tcp_control_plane import TcpControlPlane, rendezvous_within
 from collectives.tables.numpy_arrays import ArrayLibrary, PooledArrays
-from collectives.tables.transfer_table import UnevenInput, results_in
+from collectives.tables.transfer_table import longest_input, results_in
 from topoplan.errors import BackendError, RefusedError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plan
@@ -91,6 +92,10 @@ many of these must fail."""
 
 UNKNOWN_SECONDS = 1.0
 """Time for an answer over links of whose packets the system says nothing."""
+
+SETTLED_COUNTS = 2
+"""Calls of uneven blocks since ranks have last assumed different counts, after which chunks do not wait for the
+barrier."""
 
 LATE = 0.02
 """Seconds after which a rank that waits in the barrier notifies the rendezvous."""
@@ -173,13 +178,15 @@ class TcpBackend(OneRank):
         self._all_wires: Mapping[Queue, LinkAddresses] = named  # by original ranks
         self._wires = named if survivors is None else among(named, survivors.seats)
         self._rates: dict[str, Mapping[Queue, float]] = {}
-        self._scratch = ScratchMemory()
+        self._scratch, self._padded = ScratchMemory(), ScratchMemory()
         self._collectives: dict[tuple[object, ...], TcpCollective] = {}
         self._dropped: dict[Queue, tuple[int, int]] = {}  # bytes in collectives that are not kept any more
         self._cables: Mapping[Queue, str] = {}
         self._probes: LinkProbes | None = None  # of the cables that are watched
         self._lost_at = 0.0  # when lost links were reported last
         self._barrier: DisseminationBarrier | None = None
+        self._same_counts = 0
+        """Calls of uneven blocks since ranks have last assumed different counts; the same on all ranks."""
         self._barrier_opened = False
         """Whether the barrier was opened: it is again after a collective was refused."""
         self._frame = np.zeros(FRAME, dtype=np.int64)
@@ -304,6 +311,7 @@ class TcpBackend(OneRank):
                 self._run_small(call, ready, call.signature, buffers.source_at, buffers.result_at, buffers)
             else:
                 self._run_over_links(call)
+            self._same_counts += call.signature.counts > 0
 
     def repeated(self, call: Call[Any]) -> PreparedRun | None:
         buffers = rank_buffers_of(call, self.size)
@@ -318,6 +326,7 @@ class TcpBackend(OneRank):
         def run(number: int, source: int, result: int) -> None:
             with self._reporting_failures():
                 self._run_small(call, ready, call.signature.of_call(number), source, result)
+                self._same_counts += call.signature.counts > 0
 
         return run
 
@@ -350,7 +359,12 @@ class TcpBackend(OneRank):
             met = self._agree(about, lambda: self._collective_of(like))  # opens the barrier
         assert self._barrier is not None, "opened"
         (memory,) = like.memory
-        nbytes = (memory.given[1] - memory.given[0]) * like.itemsize
+        own = (memory.given[1] - memory.given[0]) * like.itemsize
+        nbytes = longest_input(like.table, memory.given) * like.itemsize
+        if own < nbytes:  # the barrier carries as many bytes of each rank
+            padded = self._padded.of(nbytes)
+            ctypes.memmove(padded.address, source, own)
+            source = padded.address
         carried = self._agree(about, lambda: self._collective_of(like), source, nbytes)
         met = met or carried
         self.arrivals.add(met - began)
@@ -363,11 +377,9 @@ class TcpBackend(OneRank):
     def _small(self, call: Call[Any]) -> bool:
         """Return whether the barrier carries the inputs."""
         (memory,) = call.memory
-        if isinstance(memory.given, UnevenInput) or call.table.only is not None:
-            return (
-                False  # the barrier carries as many bytes of each rank, and every rank adds up those of all
-            )
-        return self._carries((memory.given[1] - memory.given[0]) * call.itemsize)
+        if call.table.only is not None:
+            return False  # every rank adds up the inputs of all by the rows of all
+        return self._carries(longest_input(call.table, memory.given) * call.itemsize)
 
     def _carries(self, nbytes: int) -> bool:
         """Return whether the barrier carries inputs of so many bytes."""
@@ -396,8 +408,10 @@ class TcpBackend(OneRank):
 
         state.begin(call, traced=self._steps is not None)
         state.connect(network.descriptor)
-        # an open link was agreed on before: both ends know it, and nothing on it is older than the last refused call
-        at_once = state.connected and not self.helpers and not self.monitored
+        # An open link was agreed on before: both ends know it, and nothing on it is older than the last refused call.
+        # Ranks that assume counts for all may be wrong, and soon after a change they often are.
+        new_counts = about.counts != 0 and self._same_counts < SETTLED_COUNTS
+        at_once = state.connected and not self.helpers and not self.monitored and not new_counts
         try:
             with self._waiting(state.waiting, state.stops_at):
                 began = time.monotonic_ns()
@@ -793,11 +807,14 @@ class TcpBackend(OneRank):
             raise BackendError("the tcp back end has ended; make a new one", rank=self.rank)
         try:
             yield
-        except RefusedError:
+        except RefusedError as error:
             # Some ranks may have sent half of their notes or chunks, so all of them reopen all connections. Helpers do
-            # not know of the refusal; with them no chunk moves before an agreement.
+            # not know of the refusal; with them no chunk moves before an agreement, nor by counts that are new.
             self._barrier = None
-            if not self.helpers:
+            new, self._same_counts = self._same_counts < SETTLED_COUNTS, 0
+            if error.unknown_counts and new:
+                self._network.close_barrier()
+            elif not self.helpers:
                 self._network.close_links()
                 self._collectives.clear()
                 self._dropped.clear()

@@ -185,10 +185,10 @@ def test_repeated_counts_run_cached_and_other_arrays_take_the_long_way() -> None
 def test_the_kind_of_known_counts_outlives_those_of_other_communicators() -> None:
     """Ranks find their plans by it, and one of them may serve more communicators than the others."""
     shape = ("float32", 4, (), ((1, 2), (0, 5)), (0, 1))
-    kept = _uneven_kind(*shape)
+    kept = _uneven_kind("all_to_all_v", None, None, *shape)
     for count in range(200):
-        _uneven_kind("float32", 4, (), ((count, 0), (0, 1)), (0, 1))
-    assert _uneven_kind(*shape) is kept
+        _uneven_kind("all_to_all_v", None, None, "float32", 4, (), ((count, 0), (0, 1)), (0, 1))
+    assert _uneven_kind("all_to_all_v", None, None, *shape) is kept
 
 
 @pytest.mark.parametrize("backend", ["loopback", "paced"])
