@@ -273,10 +273,10 @@ class PlanStore:
         self._given = plans
         self._plans: dict[tuple[str, int | None], Plans] = {(plans.collective, plans.root): plans}
         self._of_demands: dict[DemandMatrix, Plans] = {}
-        certificate = plans.plans[-1].certificate
-        given = demand_of(certificate.demand) if isinstance(certificate, Demand) else None
-        if given is not None:
-            self._of_demands[given] = plans
+        if plans.collective == ALL_TO_ALL and isinstance(certificate := plans.plans[-1].certificate, Demand):
+            given = demand_of(certificate.demand)
+            if given is not None:
+                self._of_demands[given] = plans
         self.demands_planned = 0
         self._keys: dict[int, tuple[Plan, PlanKey]] = {}
 
