@@ -19,8 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from collectives.torch.futures import JointWork
-from collectives.torch.group_arguments import check_alike, check_dense, check_length, dtype_of
 from collectives.torch.process_group import ProcessGroupTopoplan, check_ranks, inner_groups, renewed
 from topoplan.errors import UsageError
 
@@ -32,16 +30,7 @@ PLACES = (
 )
 """Variables with the rank and the number of ranks, in the order in which torchcomms reads them."""
 
-JOINED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "SUM": torch.add,
-    "AVG": torch.add,
-    "PRODUCT": torch.mul,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
-    "BAND": torch.bitwise_and,
-    "BOR": torch.bitwise_or,
-    "BXOR": torch.bitwise_xor,
-}
+REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 """Reductions by torchcomms's names; PREMUL_SUM is not among them, since its factor cannot be read in Python."""
 
 
@@ -165,8 +154,7 @@ class TorchcommsBackend:
         return _ended(self._group.allgather([tensor_list], [tensor]), async_op)
 
     def all_gather_v(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, async_op: bool) -> Any:
-        """Gather tensors of different lengths: an all-to-all in which each rank sends its tensor to all."""
-        return _ended(self._group.alltoall(tensor_list, [tensor] * self.get_size()), async_op)
+        return self.all_gather(tensor_list, tensor, async_op)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> Any:  # noqa: A002
         return _ended(self._group.all_gather_single(output, input), async_op)
@@ -180,34 +168,7 @@ class TorchcommsBackend:
     def reduce_scatter_v(
         self, output: torch.Tensor, input_list: list[torch.Tensor], op: Any, async_op: bool
     ) -> Any:
-        """Reduce and scatter blocks of different lengths: an all-to-all, then a reduction in the order of ranks.
-
-        Floating-point numbers of 16 bits are reduced in float32, and rounded once.
-        """
-        size, kind = self.get_size(), op.type.name
-
-        def check() -> None:
-            self._options(dist.ReduceScatterOptions, op=op)
-            check_length(input_list, size, "input tensors")
-            check_dense([output], "output")
-            check_alike([output], input_list[self.get_rank()], "output", "the input tensor of this rank")
-            if kind == "AVG" and not (output.is_floating_point() or output.is_complex()):
-                raise UsageError(
-                    f"AVG needs floating-point tensors, got {dtype_of(output)}; divide a SUM by the ranks"
-                )
-
-        self._group._check_on_all(check)
-        arrived = [torch.empty_like(output, memory_format=torch.contiguous_format) for _ in range(size)]
-
-        def finish() -> None:
-            wide = torch.float32 if output.dtype in (torch.float16, torch.bfloat16) else output.dtype
-            total = arrived[0].to(wide)
-            for one in arrived[1:]:
-                total = JOINED[kind](total, one.to(wide))
-            output.detach().copy_(total / size if kind == "AVG" else total)
-
-        work = self._group.alltoall(arrived, input_list)
-        return _ended(JointWork([work], finish, output.device, [output]), async_op)
+        return self.reduce_scatter(output, input_list, op, async_op)
 
     def reduce_scatter_single(
         self,
@@ -267,9 +228,9 @@ class TorchcommsBackend:
                 opts.rootRank = self._peer(root, "root")
             if op is not None:
                 name = op.type.name
-                if name not in JOINED:
+                if name not in REDUCTIONS:
                     raise UsageError(
-                        f"op must be one of {', '.join(JOINED)}, got {name}; multiply the tensor before a SUM"
+                        f"op must be one of {', '.join(REDUCTIONS)}, got {name}; multiply the tensor before a SUM"
                     )
                 opts.reduceOp = getattr(dist.ReduceOp, name)
             return opts
