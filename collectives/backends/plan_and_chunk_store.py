@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from collectives.backends.request import Counts
-from collectives.backends.uneven_exchange import demand_of, serving_plan
+from collectives.backends.uneven_exchange import demand_of, has_paths, serving_plan
 from collectives.tables.lowering import PlanKey
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
@@ -334,7 +334,9 @@ class PlanStore:
         that of the demand.
         """
         plans = self._of_demands.pop(demand, None)
-        if plans is None:
+        if plans is None or not has_paths(
+            self.key(plans.plans[-1]), rows
+        ):  # a given one may lack those that stay
             known = (even, *(one.plans[-1] for one in self._of_demands.values()))
             served = serving_plan([self.key(plan) for plan in known], rows)
             if served is not None:

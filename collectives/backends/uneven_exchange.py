@@ -437,10 +437,10 @@ def serving_plan(known: Sequence[PlanKey], rows: Counts) -> Plan | None:
     [True, False]
     """
     moved = tuple(tuple(count * (r != s) for s, count in enumerate(row)) for r, row in enumerate(rows))
-    times = [(_time_by(key, moved), number) for number, key in enumerate(known)]
-    time, number = min(((time, number) for time, number in times if time is not None), default=(None, 0))
-    if time is None:
+    times = [(_time_by(key, moved), number) for number, key in enumerate(known) if has_paths(key, rows)]
+    if not times:
         return None
+    time, number = min(times)
     if len(rows) <= MOST_PLANNED:
         bounds = (_least_time(key, moved) for key in known)
         if all(time > bound * SERVED_WITHIN for bound in bounds):
@@ -467,11 +467,14 @@ def _crossings(key: PlanKey) -> tuple[int, list[tuple[int, int, int, list[int]]]
     return unit, crossed, list(fabric.capacity)
 
 
-def _time_by(key: PlanKey, moved: Counts) -> Fraction | None:
-    """Return the time of rows by the paths of a plan, in ns if a row is a byte; None if a block has no path."""
+def has_paths(key: PlanKey, rows: Counts) -> bool:
+    """Return whether a plan has a path for every block with rows, also for those that stay."""
     shares = block_shares(key)
-    if any(count and (s, r) not in shares for r, row in enumerate(moved) for s, count in enumerate(row)):
-        return None
+    return all((s, r) in shares for r, row in enumerate(rows) for s, count in enumerate(row) if count)
+
+
+def _time_by(key: PlanKey, moved: Counts) -> Fraction:
+    """Return the time of rows by the paths of a plan, in ns if a row is a byte."""
     unit, crossed, capacity = _crossings(key)
     loads = [0] * len(capacity)
     for destination, source, parts, links in crossed:

@@ -308,7 +308,7 @@ def lower_uneven(key: PlanKey, blocks: UnevenBlocks | RankBlocks, chunk_elements
     than planned.
 
     Paths and trees share the elements of their block as those of its plan, with borders on multiples of `ALIGNMENT`
-    elements from its start. A block without a path has no elements, or stays. Blocks of ranks may be moved by the plan
+    elements from its start. A block without a path has no elements. Blocks of ranks may be moved by the plan
     of a broadcast or reduce if one alone has elements. The last 64 tables are cached.
 
     >>> import topoplan

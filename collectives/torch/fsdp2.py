@@ -316,8 +316,17 @@ class ShardedCompression:
             exchange.memory.settle()
         self.recorder.end_step()
 
+    def _save_between_steps(self) -> None:
+        """Warn if a step has begun whose passes are not over: `end_step` ends it."""
+        if 0 < self.micro_batch + bool(self._seen) < self.micro_batches:
+            warnings.warn(
+                f"the state is taken after {self.micro_batch + bool(self._seen)} of {self.micro_batches} "
+                "micro-batches, and ends their step; call state_dict between steps",
+                stacklevel=3,
+            )
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoint state of this rank; all ranks must call it.
+        """Return the checkpoint state of this rank; all ranks must call it, between steps.
 
         Returns
         -------
@@ -326,6 +335,7 @@ class ShardedCompression:
             ``"shards"`` of the whole gradient, ``"replicas"`` of this rank's shard; ``"factors"`` are the warm starts
             of `LowRank`. Tensors are copies on the host.
         """
+        self._save_between_steps()
         self.end_step()
         held = {which: dict(waiting) for which, waiting in self.waiting.items()}
         for one in self._reductions:

@@ -590,6 +590,10 @@ class HookState:
             )
         if isinstance(self.buckets, ModeExchange):
             raise UsageError(f"join needs sync bsp, whose steps wait for all ranks, got {self.mode}")
+        if self._ef21 is not None:
+            raise UsageError(
+                "join divides by the ranks with data, and ef21 keeps what the others have sent; leave one out"
+            )
         buckets = self.buckets
         presence = DataPresence(self.size, buckets.total, here=1, divide_by=divide_by)
         buckets.presence = presence

@@ -254,7 +254,11 @@ class InStepAverager(Averager):
         else:
             # first, since it keeps the gradient if ranks cannot agree on its exchange
             self._keys.add(key)
-            changes = None if self._estimates is None else self._estimates.change(gradients, parts, scale)
+            try:
+                changes = None if self._estimates is None else self._estimates.change(gradients, parts, scale)
+            except UsageError as error:
+                comm._refuse(str(error))
+                raise
             found = comm.sparse_all_reduce(
                 gradients if changes is None else changes.arrays,
                 density=density,

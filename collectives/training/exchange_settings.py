@@ -139,6 +139,7 @@ class TopK:
                 raise UsageError(
                     "ef21 has a momentum of its own, and clip would bound changes; leave these out"
                 )
+            object.__setattr__(self, "ef21", float(self.ef21))  # ranks and checkpoints compare its text
         if not callable(self.density) and self.density != "auto":
             checked_density(self.density)
             if isinstance(self.density, int):

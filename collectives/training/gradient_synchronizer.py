@@ -342,6 +342,10 @@ class GradientSynchronizer:
                 )
             if not isinstance(self.mode, BSP):
                 raise UsageError(f"join needs mode bsp, whose steps wait for all ranks, got {self.mode}")
+            if self._ef21 is not None:
+                raise UsageError(
+                    "join divides by the ranks with data, and ef21 keeps what the others have sent; leave one out"
+                )
             whole = sorted({one.dtype for one in self.buckets if "int" in one.dtype or one.dtype == "bool"})
             if whole and divide_by == "present":
                 raise UsageError(

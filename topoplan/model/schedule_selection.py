@@ -409,7 +409,10 @@ def plan_like(
     'nvlink ring'
     """
     if isinstance(given, DeferredPlan) and machine is None and demand is None:
-        return _like_by_kind(given, collective, root)
+        try:
+            return _like_by_kind(given, collective, root)
+        except InfeasibleError:
+            pass  # the kinds have no such plan: the listed cluster is planned below
     model, topology = given.plans[-1], machine or given.topology
     channels = "+".join(model.channels)
     if collective == ALL_TO_ALL:

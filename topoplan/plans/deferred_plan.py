@@ -16,6 +16,7 @@ from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.certificate import Certificate
 from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan
 from topoplan.plans.shards import Shard
+from topoplan.units import counted
 
 if TYPE_CHECKING:
     from topoplan.plans.plan_by_kind import PlanByKind
@@ -69,6 +70,14 @@ class DeferredPlan(Plan):
 
     def __hash__(self) -> int:
         return hash((self.collective, self.root, self.by_kind.size, self.rate))
+
+    def __repr__(self) -> str:
+        proved = f"{self.gap:.2%} below the upper bound" if self.gap else "optimal"
+        trees = counted(self.num_trees, "tree")
+        return f"<Plan {self._words}, {trees}, {self.rate:.6g} GB/s ({proved})>"
+
+    def summary(self) -> str:
+        return self.by_kind.summary()
 
     def __reduce__(self) -> tuple[type[DeferredPlan], tuple[PlanByKind]]:
         return DeferredPlan, (self.by_kind,)

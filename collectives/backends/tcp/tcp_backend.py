@@ -386,8 +386,8 @@ class TcpBackend(OneRank):
         return self._pace is None and nbytes * self.size <= COMBINED_BYTES and self.size <= MOST_RANKS
 
     def takes_part(self, nbytes: int) -> bool:
-        # the routes of a wires file and the rates of a pace are those of listed edges
-        return not self._carries(nbytes) and not self._all_wires and self._pace is None
+        # the routes of a wires file are those of listed edges
+        return not self._carries(nbytes) and not self._all_wires
 
     def _run_over_links(self, call: Call[Any]) -> None:
         """Run a collective over the links of the plan."""

@@ -278,7 +278,15 @@ def _direct_plan(source: Plan, demand: Demand, name: str) -> Plan:
     """Return the best direct sends of the demand of a plan."""
     if name != "one-hop":
         raise UsageError(f"a plan of a demand is compared with one-hop alone, got {name}; leave it out")
-    return make_plan(source.topology, source.collective, demand=demand.demand, height=1)
+    channels = "+".join(source.channels)
+    try:
+        return make_plan(
+            source.topology, source.collective, channels=channels, demand=demand.demand, height=1
+        )
+    except UsageError:
+        raise InfeasibleError(
+            "no one-hop: some GPUs reach others of the demand only through another GPU; run --schedules trees"
+        ) from None
 
 
 def _relaying_ring(

@@ -83,9 +83,12 @@ def sent_counts(demand: Demand, nbytes: int) -> tuple[tuple[int, ...], ...]:
     """
     unit = nbytes / demand.buffer / ITEMSIZE
     longest = max(amount for s, row in enumerate(demand.demand) for d, amount in enumerate(row) if s != d)
-    # Only the longest are rounded up: no block then counts as a longer part of them than in the demand.
+    # Only the longest are rounded up: no block then counts as a longer part of them than in the demand. None vanishes.
     counts = tuple(
-        tuple(ceil(amount * unit) if amount == longest else floor(amount * unit) for amount in row)
+        tuple(
+            ceil(amount * unit) if amount == longest else max(floor(amount * unit), min(amount, 1))
+            for amount in row
+        )
         for row in demand.demand
     )
     if demand_of(counts) != demand_of(demand.demand):

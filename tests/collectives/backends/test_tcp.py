@@ -41,6 +41,7 @@ from collectives.peers.rendezvous import Rendezvous
 from collectives.training.exchange_settings import TopK
 from collectives.training.gradient_synchronizer import GradientSynchronizer
 from tests.support.hand_plans import SHAPES, forest_plan, plan_of, three_phase_plan
+from tests.support.job_meeting import as_threads
 from tests.support.tcp_jobs import (
     SECONDS,
     backends_in_threads,
@@ -735,6 +736,31 @@ def test_what_needs_the_list_of_a_plan_by_kind_lists_it(few_servers: PlanByKind)
         assert small.tolist() == [0, size, 2 * size]
         assert blocks.tolist() == [10 * other + rank for other in range(size)]
         assert entries[-1] == size * 4999.0
+
+
+def test_a_rank_with_a_pace_runs_a_plan_by_kind_as_the_others_do(few_servers: PlanByKind) -> None:
+    size = few_servers.size
+    given = np.arange(40_000.0)
+
+    def body(rank: int) -> Any:
+        pace = 1.0 if rank == 1 else None
+        backend = TcpBackend(rank, size, rendezvous=meeting.address, pace=pace)
+        with Communicator(few_servers, backend) as comm:
+            return np.array_equal(comm.all_reduce(given), size * given)
+
+    with Rendezvous("127.0.0.1:0", size) as meeting:
+        assert as_threads(size, body) == [True] * size
+
+
+@pytest.mark.parametrize("collective", ["broadcast", "reduce"])
+def test_what_a_torus_has_no_plan_by_kind_of_is_listed(collective: str, tmp_path: Path) -> None:
+    servers = [Server("v100x4", [0, 1], count=4)]
+    torus = cluster_by_kind(servers, nic_gbps=100, nics=4, network="torus", sides=[2, 2])
+    file = tmp_path / "plan.json"
+    file.write_text(plan_by_kind(torus, "allreduce").to_json(), encoding="utf-8")
+    with Communicator(file) as comm:
+        found = getattr(comm, collective)([np.full(480, rank + 1.0) for rank in range(8)], root=1)
+    assert found[1].tolist() == [2.0 if collective == "broadcast" else 36.0] * 480
 
 
 def test_ranks_with_other_plans_by_kind_are_refused(few_servers: PlanByKind) -> None:

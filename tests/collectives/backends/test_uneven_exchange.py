@@ -370,8 +370,16 @@ def test_ranks_drop_the_same_counts(backend: str) -> None:
 def test_the_plan_of_a_demand_runs_counts_like_it() -> None:
     """Other counts are planned, also equal ones, whose paths it may lack."""
     demand = [[0, 8, 0, 0], [0, 0, 0, 1], [2, 0, 0, 0], [0, 0, 0, 0]]
+    kept = [[100 * count + 3 * (r == s) for s, count in enumerate(row)] for r, row in enumerate(demand)]
     with Communicator(topoplan.plan("v100x4", "alltoall", demand=demand)) as comm:
-        for rows, planned in ((demand, 0), ([[0] * 4] * 4, 0), ([[3] * 4] * 4, 1), (demand, 1)):
+        for rows, planned in (
+            (demand, 0),
+            ([[0] * 4] * 4, 0),
+            ([[3] * 4] * 4, 1),
+            (demand, 1),
+            (kept, 2),  # the given plan has no path for blocks that stay
+            (demand, 2),
+        ):
             arrays = inputs(rows)
             for found, wanted in zip(comm.all_to_all_v(arrays, rows), exchanged(arrays, rows), strict=True):
                 assert np.array_equal(found, wanted)

@@ -22,6 +22,7 @@ from collectives import Communicator
 from collectives.backends.uneven_exchange import demand_of
 from collectives.lab.benchmark import METHODS
 from collectives.lab.testbed import sandbox
+from collectives.lab.testbed.command import _direct_plan
 from collectives.lab.testbed.network import (
     HEADER_FACTOR,
     ShapedNetwork,
@@ -43,7 +44,7 @@ from collectives.lab.testbed.run import MAX_RUNS_DURING, PHASES, ScheduleMeasure
 from tests.support.hand_plans import forest_plan
 from tests.support.small_machines import tailed_triangle, thin_cycle
 from topoplan.cli.main import main
-from topoplan.errors import PlanError, UsageError
+from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.machine.variants import cables
 from topoplan.plans.certificates.certificate import Cut
 from topoplan.plans.certificates.exchange import Demand
@@ -367,6 +368,24 @@ def test_a_demand_runs_beside_its_direct_sends(tmp_path: Path, capsys: pytest.Ca
     assert (paths["schedule"], direct["schedule"]) == ("paths", "one-hop")
     assert direct["line_seconds"] > 1.5 * paths["line_seconds"]
     assert (paths["wrong"], direct["wrong"]) == (0, 0)
+
+
+def test_direct_sends_of_a_demand_use_the_links_of_its_plan() -> None:
+    plan = topoplan.plan(
+        "dgx-1v", "alltoall", gpus=[4, 6, 7], demand=[[0, 1000, 0], [0, 0, 10], [0, 0, 0]], channels="pcie"
+    )
+    assert isinstance(plan.certificate, Demand)
+    direct = _direct_plan(plan, plan.certificate, "one-hop")
+    assert (direct.channels, direct.rate) == (("pcie",), plan.rate)
+    relayed = topoplan.plan("dgx-1v", "alltoall", gpus=[7, 5, 4, 1], demand=[[0, 5, 1, 1]] * 4)
+    assert isinstance(relayed.certificate, Demand)
+    with pytest.raises(InfeasibleError, match=r"no one-hop: .* run --schedules trees"):
+        _direct_plan(relayed, relayed.certificate, "one-hop")
+
+
+def test_small_blocks_beside_large_ones_keep_an_element() -> None:
+    counts = sent_counts(Demand(((0, 10**10, 1000), (10**10, 0, 0), (0, 0, 0)), Cut(("gpu0",))), 16 << 20)
+    assert counts[0][2] == 1
 
 
 @pytest.mark.parametrize("nbytes", [1000, 262144, 999_999, 8 << 20])

@@ -175,5 +175,12 @@ def test_what_ef21_cannot_have_is_refused() -> None:
     ):
         with pytest.raises(UsageError, match=text):
             TopK(0.1, **options)
+    assert str(TopK(0.1, ef21=1)) == str(TopK(0.1, ef21=1.0))  # ranks and checkpoints compare texts
+    with (
+        made(2, TopK(0.1, ef21=0.1)) as synchronizer,
+        pytest.raises(UsageError, match="ef21 keeps what the others have sent; leave one out"),
+        synchronizer.join(use=lambda averages: None),
+    ):
+        pass
     with pytest.raises(UsageError, match="keeps what failed ranks have sent"):
         made(2, TopK(0.1, ef21=0.1), fault_tolerance=Shrink())

@@ -202,6 +202,11 @@ def test_the_best_shape_is_as_fast_as_the_best_of_all_listed_sets(
     assert [one.rate for one in found.shapes] == sorted((one.rate for one in found.shapes), reverse=True)
 
 
+def test_the_best_set_inside_a_server_is_found_for_an_all_to_all_too() -> None:
+    found, listed = shapes_and_sets(2, "v100x4", {}, 2, "alltoall")
+    assert (found.shapes[0].gpus, found.shapes[0].rate) == ((0, 3), listed[0].rate)
+
+
 def test_shapes_of_unlike_servers_take_the_fast_ones_first() -> None:
     """Fast NICs stand behind the slow ones, and a server with a slow NIC; free GPUs are the only ones taken."""
     slow, fast = (topoplan.Server("nvlink-x4", count=10, nics=nics) for nics in (1, 4))

@@ -583,5 +583,8 @@ def test_a_deferred_plan_of_100_000_gpus_refuses_a_list_of_its_trees() -> None:
     many = cluster_by_kind([Server("dgx-h100", count=12_500)], nic_gbps=400)
     deferred = DeferredPlan(plan_by_kind(many, "all_gather"))
     assert (deferred.ranks[0], deferred.ranks[-1], len(deferred.ranks)) == ("s0.gpu0", "s12499.gpu7", 100_000)
+    assert "384.031 GB/s" in repr(deferred)
+    assert "all_gather on 12500 x dgx-h100" in str(deferred)
+    assert "topology" not in vars(deferred)
     with pytest.raises(UsageError, match="16,384 GPUs fit; choose fewer servers, or use the plan by kind"):
         deferred.bounds(100_000)

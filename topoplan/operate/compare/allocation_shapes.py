@@ -312,7 +312,7 @@ def _inside_servers(
         seen.add((kind, own))
         machine, first = cluster.server_machine(server), cluster.first_rank(server)
         try:
-            sets = recommend(machine, count, collective, free=own) if collective != ALL_TO_ALL else ()
+            sets = recommend(machine, count, collective, free=own)
         except UsageError:
             sets = ()
         if not sets:

@@ -85,10 +85,11 @@ def fill_cut(
     router = PieceRouter(FlowGraph(fabric), demand, scale)
     if not router.route(float(least) * scale):
         return None
-    whole = [-(-budget.numerator * scale // budget.denominator) for budget in budgets]
-    longer = [int(budget * scale * (1 + slack)) for budget in budgets]
+    most = total * scale  # a link carries no piece twice
+    whole = [min(-(-budget.numerator * scale // budget.denominator), most) for budget in budgets]
+    longer = [min(int(budget * scale * (1 + slack)), most) for budget in budgets]
     for limits in (whole, longer) if slack else (whole,):
-        if router.fit(np.array(limits), deadline):
+        if router.fit(np.array(limits, dtype=np.int64), deadline):
             return FilledCut(cut, router.paths())
     return None
 
