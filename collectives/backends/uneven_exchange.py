@@ -468,7 +468,7 @@ def _crossings(key: PlanKey) -> tuple[int, list[tuple[int, int, int, list[int]]]
 
 
 def has_paths(key: PlanKey, rows: Counts) -> bool:
-    """Return whether a plan has a path for every block with rows, also for those that stay."""
+    """Return whether a plan has a path for every block with rows, blocks that stay included."""
     shares = block_shares(key)
     return all((s, r) in shares for r, row in enumerate(rows) for s, count in enumerate(row) if count)
 
