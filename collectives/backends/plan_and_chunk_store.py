@@ -334,9 +334,8 @@ class PlanStore:
         that of the demand.
         """
         plans = self._of_demands.pop(demand, None)
-        if plans is None or not has_paths(
-            self.key(plans.plans[-1]), rows
-        ):  # a given one may lack blocks that stay
+        # A given plan may lack paths for blocks that stay on their rank.
+        if plans is None or not has_paths(self.key(plans.plans[-1]), rows):
             known = (even, *(one.plans[-1] for one in self._of_demands.values()))
             served = serving_plan([self.key(plan) for plan in known], rows)
             if served is not None:
