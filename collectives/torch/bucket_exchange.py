@@ -276,7 +276,8 @@ class DdpBucketExchange:
         given, op, rounded_from = buffer, "avg", None
         if averager.settings.top_k is not None:
             dtype = torch.float64 if buffer.dtype == torch.float64 else torch.float32
-            idle = self._idle(layout, buffer)
+            # EF21's estimates lack what residuals hold, so these are sent without a gradient too.
+            idle = [] if averager.settings.top_k.ef21 else self._idle(layout, buffer)
             self.residuals.arrange(layout, idle=idle, dtype=dtype, device=buffer.device, step=step)
         elif self._narrow is not None and buffer.element_size() > self._narrow.itemsize:
             # divided before it is rounded: a sum may be too large for float16

@@ -316,15 +316,6 @@ class ShardedCompression:
             exchange.memory.settle()
         self.recorder.end_step()
 
-    def _save_between_steps(self) -> None:
-        """Warn if a step has begun whose passes are not over: `end_step` ends it."""
-        if 0 < self.micro_batch + bool(self._seen) < self.micro_batches:
-            warnings.warn(
-                f"the state is taken after {self.micro_batch + bool(self._seen)} of {self.micro_batches} "
-                "micro-batches, and ends their step; call state_dict between steps",
-                stacklevel=3,
-            )
-
     def state_dict(self) -> dict[str, Any]:
         """Return the checkpoint state of this rank; all ranks must call it, between steps.
 
@@ -334,8 +325,18 @@ class ShardedCompression:
             Step, ranks, and for each parameter by its name the residual of this rank, in units of a loss scale of 1:
             ``"shards"`` of the whole gradient, ``"replicas"`` of this rank's shard; ``"factors"`` are the warm starts
             of `LowRank`. Tensors are copies on the host.
+
+        Raises
+        ------
+        UsageError
+            A step has begun, and not all of its `micro_batches` are over.
         """
-        self._save_between_steps()
+        passes = self.micro_batch + bool(self._seen)
+        if 0 < passes < self.micro_batches:
+            raise UsageError(
+                f"the step must have all its {self.micro_batches} micro-batches, got {passes}; save between steps, or "
+                "call end_step first"
+            )
         self.end_step()
         held = {which: dict(waiting) for which, waiting in self.waiting.items()}
         for one in self._reductions:

@@ -522,8 +522,10 @@ def micro_batches_of_a_step_sum_up_and_are_restored_together() -> None:
         third.load_state_dict(kept)
         third.recorder.step = 2
         loss_of(again, 4, torch.float32).backward()
-        with pytest.warns(UserWarning, match="after 1 of 2 micro-batches, and ends their step"):
-            restored = third.state_dict()["shards"]
+        with pytest.raises(UsageError, match="all its 2 micro-batches, got 1; save between steps"):
+            third.state_dict()
+        third.end_step()
+        restored = third.state_dict()["shards"]
         for name, held in restored.items():
             assert torch.equal(held["residual"], two.state_dict()["shards"][name]["residual"]), (how, name)
 

@@ -293,6 +293,19 @@ def a_copied_state_needs_its_loss_scale_and_no_group() -> None:
 
 
 @scenario(2)
+def estimates_of_ef21_follow_gradients_that_become_zero() -> None:
+    """Residuals of idle parameters travel too: the estimates lack them."""
+    model = nn.parallel.DistributedDataParallel(nn.Linear(16, 1, bias=False))
+    model.register_comm_hook(HookState(compression=TopK(0.1, ef21=0.5)), topoplan_hook)
+    for step in range(60):
+        model.zero_grad()
+        model(torch.arange(1.0, 17.0)[None] * (step < 2)).sum().backward()
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    assert gradient.abs().max() < 1e-12
+
+
+@scenario(2)
 def a_hook_on_anything_but_one_ddp_model_is_one_clear_error() -> None:
     """One state for two models or twice, and the hook on FSDP and on the Python reducer."""
     another = "^this HookState counts the steps of one model and is registered with another"
