@@ -56,8 +56,8 @@ class TorchcommsBackend:
     """The back end of one communicator on one rank; `register` joins it with torchcomms's base class.
 
     Tensors are on the device of the communicator, of any strides. A method returns None once it has ended, or with
-    `async_op` an object with `wait`. Wrong arguments are a `UsageError` on all ranks before anything moves, as in the
-    process group "topoplan"; a failed rank is a `BackendError`.
+    `async_op` an object with `wait`. Wrong arguments of a collective are a `UsageError` on all ranks before anything
+    moves, as in the process group "topoplan"; a failed rank is a `BackendError`.
     """
 
     _group: ProcessGroupTopoplan
