@@ -60,6 +60,27 @@ class _Reach(NamedTuple):
 _ANYWHERE = _Reach()
 
 
+_KINDS = (np.int32, np.int8, np.int32, np.int32, np.int8, np.bool_, np.bool_, np.bool_)
+"""The dtypes of the columns of rows."""
+
+
+def edge_rows(shards: Numbers, *columns: Any) -> tuple[NDArray[Any], ...]:
+    """Return the rows of an edge in some shards; the other columns are numbers, or one for each shard.
+
+    Columns are shard, stage, parent, child, channel, whether data runs up, and whether each end has its own data.
+    """
+    return tuple(
+        np.array(np.broadcast_to(column, shards.shape), dtype=kind)
+        for column, kind in zip((shards, *columns), _KINDS, strict=True)
+    )
+
+
+def joined_rows(parts: list[tuple[NDArray[Any], ...]]) -> tuple[NDArray[Any], ...]:
+    """Return the rows of all edges, one part after another."""
+    empty = tuple(np.zeros(0, dtype=kind) for kind in _KINDS)
+    return tuple(np.concatenate(column) for column in zip(empty, *parts, strict=True))
+
+
 class TemplatePart:
     """Rows of one rank in the images of one template."""
 
@@ -106,23 +127,13 @@ class TemplatePart:
                 parent_fresh = edge.parent not in written and (up or edge.parent == stage.root)
                 child_fresh = edge.child not in written and edge.child not in parents
                 for image, parent, child, lowest in self.ends(stage, edge, images, up and parent_fresh):
-                    flag = np.ones(len(image), dtype=np.bool_)
+                    channel = self.channels.index(edge.channel)
+                    fresh = lowest & parent_fresh
                     parts.append(
-                        (
-                            shard[image].astype(np.int32),
-                            np.full(len(image), number, dtype=np.int8),
-                            parent.astype(np.int32),
-                            child.astype(np.int32),
-                            np.full(len(image), self.channels.index(edge.channel), dtype=np.int8),
-                            flag & up,
-                            lowest & parent_fresh,
-                            flag & child_fresh,
-                        )
+                        edge_rows(shard[image], number, parent, child, channel, up, fresh, child_fresh)
                     )
             written |= parents if stage.op == "reduce" else {edge.child for edge in stage.edges}
-        kinds = (np.int32, np.int8, np.int32, np.int32, np.int8, np.bool_, np.bool_, np.bool_)
-        empty = tuple(np.zeros(0, dtype=kind) for kind in kinds)
-        return tuple(np.concatenate(column) for column in zip(empty, *parts, strict=True))
+        return joined_rows(parts)
 
     @cached_property
     def images_of_roles(self) -> dict[int, Numbers]:

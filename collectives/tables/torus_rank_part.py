@@ -16,14 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.tables.template_part import Flags, Numbers, edge_rows, joined_rows
 from topoplan.machine.torus import Direction
 from topoplan.plans.kind_images import local_numbers
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import Edge, Stage
 from topoplan.plans.torus_templates import Arm, TorusTemplate
-
-Numbers = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 _NO_RANK = np.iinfo(np.int64).max
 
@@ -86,21 +84,11 @@ class TorusTemplatePart:
                 child_gpu = self.local[edge.child]
                 child_fresh = ~self._written(number, image, child_at, child_gpu)
                 child_fresh &= self._lowest_child(stage, image, child_at, child_gpu) == _NO_RANK
+                channel = self.channels.index(edge.channel)
                 parts.append(
-                    (
-                        shard[image].astype(np.int32),
-                        np.full(len(image), number, dtype=np.int8),
-                        parent.astype(np.int32),
-                        child.astype(np.int32),
-                        np.full(len(image), self.channels.index(edge.channel), dtype=np.int8),
-                        np.full(len(image), up),
-                        parent_fresh,
-                        child_fresh,
-                    )
+                    edge_rows(shard[image], number, parent, child, channel, up, parent_fresh, child_fresh)
                 )
-        kinds = (np.int32, np.int8, np.int32, np.int32, np.int8, np.bool_, np.bool_, np.bool_)
-        empty = tuple(np.zeros(0, dtype=kind) for kind in kinds)
-        return tuple(np.concatenate(column) for column in zip(empty, *parts, strict=True))
+        return joined_rows(parts)
 
     def _edges(self, stage: Stage, here: Numbers) -> Iterator[tuple[Edge, Numbers, Numbers, Numbers]]:
         """Yield edges at the rank with their images, and the coordinates of parent and child there."""

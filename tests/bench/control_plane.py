@@ -1,4 +1,4 @@
-"""What the control plane of tcp costs at its rendezvous, and what a tree of control connections would cost.
+"""Costs of the control plane of tcp at its rendezvous, and those of a tree of control connections.
 
 1. A rendezvous in a process of its own, and all its clients in another one, over real connections: CPU time of the
    rendezvous for each rank, when ranks join, agree on a collective, gather the digest of a plan, and leave.

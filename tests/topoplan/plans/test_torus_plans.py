@@ -300,7 +300,7 @@ def test_a_wrong_exchange_is_refused() -> None:
 
 
 def test_a_route_over_a_device_that_no_server_has_is_refused() -> None:
-    """A name with a dot whose head is no server."""
+    """A name with a dot whose head does not name a server."""
     plan = plan_by_kind(servers("mi250x", (3, 4), nic_gbps=100), "all_reduce")
     value = plan.to_object()
     text = json.dumps(value["templates"])
