@@ -52,9 +52,9 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what reads listings; of a sampled test's cases one fifth runs by default, two are thorough, two slow.
+    """Mark what reads listings; of a sampled test's cases one fifth runs by default, one is thorough, three are slow.
 
-    A test that is thorough itself has two fifths that are thorough, and three that are slow.
+    A test that is thorough itself has one fifth that is thorough, and four that are slow.
     """
     sampled: Counter[str] = Counter()
     for item in items:
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             place = sampled[test] * SAMPLE % 1
             sampled[test] += 1
             thorough = item.get_closest_marker("thorough") is not None
-            if place >= SAMPLE * (2 if thorough else 3):
+            if place >= SAMPLE * (1 if thorough else 2):
                 item.add_marker(pytest.mark.slow)
             elif place >= SAMPLE:
                 item.add_marker(pytest.mark.thorough)

@@ -92,7 +92,7 @@ SETTINGS = (
     Setting("a cut", 1, ("cut",), mark="slow"),
     Setting("a stop and a death", 2, ("kill", "stop"), mark="slow"),
     Setting("two faults", 2, mark="slow"),
-    Setting("a rank joins", 2, ("kill",), joins=True),
+    Setting("a rank joins", 2, ("kill",), joins=True, mark="slow"),
 )
 
 

@@ -27,7 +27,7 @@ NETWORKS = {
     "--pod-oversubscription 2",
 }
 
-COLLECTIVES = ("all_reduce", "all_gather", "broadcast")
+COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "broadcast")
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from tests.faults.left_over import main
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("backends", ["shared,tcp,chaos", "mpi"])
+@pytest.mark.parametrize("backends", ["shared,tcp,chaos", pytest.param("mpi", marks=pytest.mark.slow)])
 def test_jobs_that_end_by_signals_leave_nothing(backends: str) -> None:
     if refusal := sandbox_refusal():
         pytest.skip(refusal)

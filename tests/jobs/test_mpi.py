@@ -41,7 +41,11 @@ def ranks(scenario: str, size: int, folder: Path) -> list[Any]:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("form", "size"),
-    [("shared", 4), ("messages", 4), ("mixed", 4), pytest.param("shared", 8, marks=pytest.mark.slow)],
+    [
+        ("shared", 4),
+        ("mixed", 4),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("messages", 4), ("shared", 8))),
+    ],
 )
 def test_results_are_those_of_loopback_on_every_rank(form: str, size: int, tmp_path: Path) -> None:
     found = ranks(f"results {form}", size, tmp_path)

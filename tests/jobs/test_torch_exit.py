@@ -17,7 +17,7 @@ RUNS = 1
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("how", ["close", "end of program"])
+@pytest.mark.parametrize("how", ["close", pytest.param("end of program", marks=pytest.mark.slow)])
 def test_ranks_end_in_order_while_gloos_threads_let_go_of_a_tensor(how: str) -> None:
     """By ``close``, which waits for them, and by the end of the program, at which torch alone aborts."""
     environment = {

@@ -396,7 +396,7 @@ def test_ddp_under_the_process_group_of_one_rank_trains_as_under_torchs() -> Non
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("what", ["hook", "fsdp"])
+@pytest.mark.parametrize("what", ["hook", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_ranks_with_the_hook_and_the_process_group_hold_what_torchs_own_hold(what: str) -> None:
     check_two_ranks("cpu", what)
 

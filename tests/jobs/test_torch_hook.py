@@ -46,6 +46,7 @@ def test_four_ranks(four: Told, name: str) -> None:
     check_scenario(four, name)
 
 
+@pytest.mark.slow
 def test_sparse_gradients_on_a_gpu_are_kept_restored_and_rounded_as_on_the_host(tmp_path: Path) -> None:
     from tests.jobs.torch_gpu_ranks import played
 

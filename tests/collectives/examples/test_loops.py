@@ -36,7 +36,14 @@ STARTED = ("plain_loop", "restart_ddp", "shrink_plain")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[] if one == "plain_loop" else pytest.mark.thorough) for one in LOOPS]
+    "name",
+    [
+        pytest.param(
+            one,
+            marks={"plain_loop": [], "restart_ddp": pytest.mark.slow}.get(one, pytest.mark.thorough),
+        )
+        for one in LOOPS
+    ],
 )
 def test_a_loop_prints_what_its_docstring_says(name: str, tmp_path: Path) -> None:
     """Every line that is not printed once, in any order, is wrong."""

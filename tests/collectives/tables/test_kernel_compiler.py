@@ -34,7 +34,7 @@ def nvrtc() -> None:
         pytest.skip(str(error))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("which", SOURCES)
 def test_no_instruction_of_any_kernel_flushes_denormals(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the search would find them: with CuPy's own last option there are hundreds."""

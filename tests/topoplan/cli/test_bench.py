@@ -51,7 +51,7 @@ def needs(backend: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("backend", ["tcp", "mpi", "torch"])
+@pytest.mark.parametrize("backend", ["tcp", "mpi", pytest.param("torch", marks=pytest.mark.slow)])
 def test_the_ring_and_the_librarys_own_allreduce_run_on_the_same_processes(
     backend: str, plan_path: Path
 ) -> None:
@@ -66,7 +66,8 @@ def test_the_ring_and_the_librarys_own_allreduce_run_on_the_same_processes(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "backend", ["loopback", "shared", "tcp", pytest.param("mpi", marks=pytest.mark.slow), "torch"]
+    "backend",
+    ["loopback", "shared", "tcp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mpi", "torch"))],
 )
 def test_every_back_end_adds_up_bfloat16(backend: str, plan_path: Path) -> None:
     """Between processes of one host too, which `shared` runs without MPI or torch."""
@@ -124,7 +125,9 @@ def test_paced_links_stand_beside_the_model(plan_path: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("backend", ["shared", "tcp", "mpi"])
+@pytest.mark.parametrize(
+    "backend", ["tcp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("shared", "mpi"))]
+)
 def test_a_trace_shows_the_calls_of_all_ranks_on_one_clock(
     backend: str, plan_path: Path, tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ def test_rate_and_bound_are_the_optimum_of_ten_listed_clusters(ten: int) -> None
     assert sum(1 for _ in itertools.islice(filter(lambda seed: agree(seed, most=12), seeds), 10)) == 10
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(100, 400))
 def test_rate_and_bound_are_the_optimum_of_larger_listed_clusters(seed: int) -> None:
@@ -263,7 +264,7 @@ def test_whatever_of_a_changed_file_is_accepted_is_right_by_its_list() -> None:
     refuse_wrong_files(range(40, 70), 150, most=9)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_whatever_of_many_changed_files_is_accepted_is_right_by_its_list() -> None:
     refuse_wrong_files(range(40, 100), 1500, most=24)
 

@@ -55,6 +55,7 @@ def test_the_listed_form_agrees(seed: int) -> None:
     agree(random_plan(seed, most=36))
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(20, 290))
 def test_the_listed_form_of_up_to_256_gpus_agrees(seed: int) -> None:
@@ -96,7 +97,7 @@ def test_wrong_files_of_dragonflies_are_refused() -> None:
     refuse_wrong_files(range(60), 400, plan_of_groups)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_many_wrong_files_are_refused() -> None:
     refuse_wrong_files(range(120), 1000)
 
@@ -225,6 +226,7 @@ def test_the_listed_form_of_three_levels_agrees(seed: int) -> None:
     agree_with_pods(seed, most=40)
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(24, 200))
 def test_the_listed_form_of_larger_trees_of_three_levels_agrees(seed: int) -> None:
@@ -237,6 +239,7 @@ def test_the_listed_form_of_dragonflies_agrees(seed: int) -> None:
     agree(plan_of_groups(seed, most=36))
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(20, 140))
 def test_the_listed_form_of_larger_dragonflies_agrees(seed: int) -> None:

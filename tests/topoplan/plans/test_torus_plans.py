@@ -152,12 +152,14 @@ def test_the_listed_form_agrees(seed: int) -> None:
     agree(plan_of_torus(seed, most=24))
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(12, 260))
 def test_the_listed_form_of_up_to_256_gpus_agrees(seed: int) -> None:
     agree(plan_of_torus(seed, most=256 if seed < 40 else 100))
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(60))
 def test_neither_planner_exceeds_the_bound_of_the_other(seed: int) -> None:
