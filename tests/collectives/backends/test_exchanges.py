@@ -124,7 +124,7 @@ def test_the_plan_of_a_demand_has_no_equal_blocks_to_run() -> None:
 
 def test_relays_keep_no_more_than_a_few_chunks_over_tcp() -> None:
     """Calls again run by what was kept of the first."""
-    arrays = inputs(4, 3000)
+    arrays = inputs(4, 400)
 
     def body(comm: Communicator, rank: int) -> Array:
         return [comm.all_to_all(arrays[rank]) for _ in range(2)][-1]
