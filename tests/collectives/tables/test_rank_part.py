@@ -164,8 +164,8 @@ def same_edges(plan: PlanByKind, ranks: list[int], *, every: int = 1) -> int:
     ("servers", "collective", "network", "every"),
     [
         pytest.param(16, "allreduce", {"network": "rail-optimised"}, 1, marks=pytest.mark.thorough),
-        pytest.param(512, "allgather", {}, 64, marks=pytest.mark.thorough),
-        pytest.param(512, "allgather", TREE, 64, marks=pytest.mark.thorough),
+        pytest.param(512, "allgather", {}, 64, marks=pytest.mark.slow),
+        pytest.param(512, "allgather", TREE, 64, marks=pytest.mark.slow),
         pytest.param(512, "allgather", TREE, 1, marks=pytest.mark.slow),
     ],
 )

@@ -97,6 +97,7 @@ def test_an_exchange_is_the_listed_one_and_its_optimum(seed: int) -> None:
         assert plan.rate == pytest.approx(best.rate) or plan.gap
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(12, 140))
 def test_an_exchange_of_up_to_256_gpus_is_the_listed_one(seed: int) -> None:
