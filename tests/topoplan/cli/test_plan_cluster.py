@@ -293,6 +293,22 @@ def test_gpus_of_a_large_cluster_are_chosen_by_shape(done: Done, told: Told, run
     assert (status, "must have one in each group" in err) == (2, True)
 
 
+def test_each_server_of_a_large_torus_has_an_environment_of_its_own(run: Run) -> None:
+    """Server 17 of 8 x 8 is cabled to its neighbours in both dimensions, and the whole file has its part."""
+    asked = "export dgx-h100 --nic-gbps 400 --network torus {} --to nccl-env"
+    given = asked.format("--servers 64 --sides 8,8")
+    status, alone, err = run(f"{given} --server s17")
+    assert (status, "stock NCCL cannot start on these 64 cabled servers" in err) == (0, True)
+    assert "# cables lead to s16, s18, s25, s9, and a merged NIC" in alone
+    _, every, _ = run(given)
+    own = every.partition("\ns17)\n")[2].partition("  ;;\n")[0]
+    assert own
+    assert [line.strip() for line in own.splitlines()] == alone.splitlines()[-len(own.splitlines()) :]
+    assert every.count("NCCL_IB_SUBNET_AWARE_ROUTING=1") == 64
+    status, _, err = run(asked.format("--servers 4096 --sides 64,64"))
+    assert (status, "needs the list of its GPUs, at most 16,384, got 32,768" in err) == (2, True)
+
+
 def test_a_mesh_of_a_large_cluster_is_planned_by_kinds_of_groups(
     done: Done, told: Told, run: Run, tmp_path: Path
 ) -> None:
