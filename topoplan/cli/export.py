@@ -40,7 +40,6 @@ from topoplan.engines.nccl.environment_file import nccl_environment
 from topoplan.engines.nccl.identities import BUS_ID_QUERY, parse_bus_ids, with_bus_ids
 from topoplan.engines.registry import FORMATS, check_format, export_machine, export_plan, how_to_use
 from topoplan.errors import TopologyError, UsageError
-from topoplan.machine.cluster_by_kind import MOST_LISTED
 from topoplan.machine.faults_by_kind import named_servers
 from topoplan.machine.topology import Topology
 from topoplan.reading.load import read_text
@@ -150,9 +149,14 @@ def _file_by_kind(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...
     if cluster is None:
         return None
     if cluster.network.kind == "torus":
-        raise UsageError(
-            f"{options.to} of a torus needs the list of its GPUs, at most {MOST_LISTED}; export it for fewer servers"
-        )
+        from topoplan.plans.plan_by_kind import MOST_LISTED_GPUS
+
+        if cluster.size > MOST_LISTED_GPUS:
+            raise UsageError(
+                f"{options.to} of a torus needs the list of its GPUs, at most {MOST_LISTED_GPUS:,}, got "
+                f"{cluster.size:,}; export it for fewer servers"
+            )
+        return None
     if of_server:
         number = server_number(cluster, options.server, "--server")
         cluster.place(number)

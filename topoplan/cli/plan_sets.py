@@ -49,7 +49,7 @@ from topoplan.units import (
 )
 
 if TYPE_CHECKING:
-    from topoplan.solve.mesh_by_kind import GroupKind, MeshByKind
+    from topoplan.plans.kind_mesh import GroupKind, MeshByKind
 
 
 def add_mesh_options(parser: arguments.OneLineParser, *, topic: str = "") -> None:
@@ -129,11 +129,6 @@ def run_mesh_by_kind(options: argparse.Namespace) -> Answer | None:
         return None
     from topoplan.solve.mesh_by_kind import plan_mesh_by_kind
 
-    if options.output is not None:
-        raise UsageError(
-            f"-o must be without --mesh for a cluster of more than {MOST_LISTED_INSTEAD:,} GPUs, got both; use --json, "
-            "or plan the groups of an axis with --gpus"
-        )
     with progress_line("planning") as progress:
         mesh = plan_mesh_by_kind(
             cluster,
@@ -146,6 +141,7 @@ def run_mesh_by_kind(options: argparse.Namespace) -> Answer | None:
     return Answer(
         text=lambda: _kind_mesh_lines(mesh, every=options.all),
         value=lambda: _kind_mesh_object(mesh),
+        file=mesh.to_json,
         rows=lambda: records_of(_kind_mesh_columns(mesh), mesh.groups),
         notes=cluster.notes,
     )

@@ -51,7 +51,7 @@ from topoplan.model.dataflow import LAUNCH
 from topoplan.model.times_by_size import TimeBound, check_times
 from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.file_values import finite, parse_object, read_list, read_object
-from topoplan.plans.mesh_plans import MeshGroup, MeshPlans, is_mesh, verify_mesh
+from topoplan.plans.mesh_plans import MESH_KIND_FORMAT, MeshGroup, MeshPlans, is_mesh, verify_mesh
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans, SizeRange, check_shape, collective_name
 from topoplan.plans.size_plans import SizePlans
 from topoplan.plans.survival import FailureOutcome, MachineFailure, SurvivalPlans, verify_survival
@@ -123,6 +123,8 @@ def run(options: argparse.Namespace) -> Answer | int:
     if is_mesh(text):
         mesh = MeshPlans.from_json(text)
         return _checked(options, lambda: _mesh_answer(mesh, text))
+    if is_mesh(text, MESH_KIND_FORMAT):
+        return _checked(options, lambda: _kind_mesh_answer(text))
     by_kind = read_by_kind(text, options.plan)
     if by_kind is not None:
         return _checked(options, lambda: _by_kind_answer(by_kind, text))
@@ -255,6 +257,65 @@ def _mesh_answer(mesh: MeshPlans, text: str) -> Answer:
             "bound": mesh.bound,
             "optimal": mesh.gap == 0,
             "groups": [_report_object(group.plan, report) for group, report in pairs],
+        },
+    )
+
+
+def _kind_mesh_answer(text: str) -> Answer:
+    """Check the plans of a mesh by kinds of groups, each alone and all together."""
+    from topoplan.plans.kind_mesh import MeshByKind
+    from topoplan.plans.verify_kind_mesh import verify_kind_mesh
+
+    mesh = MeshByKind.from_json(text)
+    reports = verify_kind_mesh(mesh).groups
+    rows = read_list(parse_object(text).get("groups"), "groups")
+    for number, (item, one) in enumerate(zip(rows, mesh.groups, strict=True)):
+        try:
+            check_shape(
+                read_object(read_object(item, "group").get("plan"), "plan"),
+                one.plan.num_trees,
+                one.plan.height,
+            )
+        except PlanError as error:
+            raise error.under(f"group {number}") from None
+    axes = " x ".join(f"{name} {extent}" for name, extent in mesh.axes)
+    groups = sum(one.count for one in mesh.groups)
+    ends, number = mesh.bottleneck
+    return Answer(
+        text=lambda: [
+            f"valid: {collective_name(mesh.collective)} on {mesh.cluster.name}, a mesh of {axes}, "
+            f"{counted(groups, 'group')} at once: {rate_verdict(mesh.gap)}",
+            *labelled(
+                (
+                    "algbw",
+                    f"{mesh.rate:.9g} GB/s in every group of weight 1, recomputed from the loads of all groups",
+                ),
+                (
+                    "upper bound",
+                    f"{mesh.bound:.9g} GB/s, recomputed from the dual edge weights of {number:,} links {ends}",
+                ),
+                (
+                    "checked",
+                    f"every group is of one of {counted(len(mesh.groups), 'kind')}; in each kind {POSTCONDITION}",
+                ),
+            ),
+        ],
+        value=lambda: {
+            "valid": True,
+            "rate": mesh.rate,
+            "bound": mesh.bound,
+            "optimal": mesh.gap == 0,
+            "groups": [
+                {
+                    "axis": one.axis,
+                    "count": one.count,
+                    "rate": report.rate,
+                    "bound": report.bound,
+                    "trees": report.trees,
+                    "height": report.height,
+                }
+                for one, report in zip(mesh.groups, reports, strict=True)
+            ],
         },
     )
 

@@ -48,6 +48,9 @@ from topoplan.units import nearest_float
 Value = TypeVar("Value")
 
 MESH_FORMAT = "topoplan.mesh/1"
+MESH_KIND_FORMAT = "topoplan.mesh/2"
+"""Format of the file of a mesh by kinds of groups (`topoplan.plans.kind_mesh`)."""
+
 MESH_KEYS = (
     *("format", "axes", "weights", "ranks", "rate", "bound", "certificate", "groups", "topology"),
     *("gap", "seconds"),
@@ -155,8 +158,8 @@ class MeshPlans:
         if not isinstance(certificate, Lengths):
             raise PlanError("the certificate of a mesh must give lengths of links")
         return MeshPlans(
-            axes=_read_pairs(value, "axes", read_whole),
-            weights=_read_pairs(value, "weights", read_fraction),
+            axes=read_pairs(value, "axes", read_whole),
+            weights=read_pairs(value, "weights", read_fraction),
             ranks=read_texts(value.get("ranks"), "ranks"),
             topology=embedded_topology(value),
             groups=tuple(
@@ -169,9 +172,9 @@ class MeshPlans:
         )
 
 
-def is_mesh(text: str) -> bool:
-    """Return whether a text claims to be the file of a mesh."""
-    return text.lstrip().startswith("{") and f'"format": "{MESH_FORMAT}"' in text[:200]
+def is_mesh(text: str, form: str = MESH_FORMAT) -> bool:
+    """Return whether a text claims to be the file of a mesh, of this format."""
+    return text.lstrip().startswith("{") and f'"format": "{form}"' in text[:200]
 
 
 def load_mesh(path: str | os.PathLike[str]) -> MeshPlans:
@@ -182,18 +185,25 @@ def load_mesh(path: str | os.PathLike[str]) -> MeshPlans:
     UsageError
         The file cannot be read.
     PlanError
-        The file holds no plans of a mesh.
+        The file holds no plans of a mesh, or plans by kinds of groups, which ``topoplan verify`` reads.
 
     See Also
     --------
     topoplan.plan_mesh
     """
-    return MeshPlans.from_json(read_plan_file(path))
+    text = read_plan_file(path)
+    if is_mesh(text, MESH_KIND_FORMAT):
+        raise PlanError(
+            f"{os.fspath(path)} must have a plan for every group, got plans by kinds of groups; use topoplan verify "
+            "or topoplan.plans.kind_mesh.MeshByKind.from_json"
+        )
+    return MeshPlans.from_json(text)
 
 
-def _read_pairs(
+def read_pairs(
     value: dict[str, object], key: str, read: Callable[[object, str], Value]
 ) -> tuple[tuple[str, Value], ...]:
+    """Read the rows of a name and a value under a key."""
     pairs = []
     for row in read_list(value.get(key), key):
         if not isinstance(row, list) or len(row) != 2:

@@ -328,10 +328,7 @@ class PlanByKind:
             "channels": list(self.channels),
             "rate": finite(self.rate),
             "bound": finite(self.bound),
-            "certificate": {
-                "kind": "class-lengths",
-                "lengths": [[src, dst, str(value)] for src, dst, value in self.lengths],
-            },
+            "certificate": class_lengths_object(self.lengths),
             "method": BY_KIND,
             "seconds": None,
             "trees": self.num_trees,
@@ -368,23 +365,22 @@ class PlanByKind:
         }
 
     @classmethod
-    def from_object(cls, value: dict[str, object]) -> PlanByKind:
-        """Read the object of a plan file; PlanError for a key that is unknown, missing or of a wrong type."""
+    def from_object(cls, value: dict[str, object], cluster: ClusterByKind | None = None) -> PlanByKind:
+        """Read the object of a plan file, or of a plan in a file that states the cluster elsewhere.
+
+        PlanError for a key that is unknown, missing or of a wrong type.
+        """
         check_format(value, PLAN_FORMAT_2)
         known = (
             "format collective root cluster channels rate bound certificate method seconds trees height notes"
         )
         derived = "gap busbw digest gpus server templates times"
         check_known(value, f"{known} {derived}".split(), "the plan")
-        cluster = cluster_from_object(value.get("cluster"))
+        cluster = cluster or cluster_from_object(value.get("cluster"))
         channels = read_texts(value.get("channels"), "channels")
         for channel in channels:
             if channel not in CHANNEL_LINKS:
                 raise PlanError(f"channel {channel!r} is unknown; use one of {', '.join(CHANNEL_LINKS)}")
-        certificate = read_object(value.get("certificate"), "certificate")
-        if certificate.get("kind") != "class-lengths":
-            raise PlanError("certificate: kind of a cluster by kind must be class-lengths")
-        check_known(certificate, ("kind", "lengths"), "certificate")
         root = value.get("root")
         made = cls(
             collective=read_text(value.get("collective"), "collective"),
@@ -392,7 +388,7 @@ class PlanByKind:
             root=None if root is None else read_whole(root, "root"),
             channels=channels,
             templates=(),
-            lengths=tuple(_read_length(item) for item in read_list(certificate.get("lengths"), "lengths")),
+            lengths=class_lengths_from_object(value.get("certificate")),
             rate=read_number(value.get("rate"), "rate"),
             bound=read_number(value.get("bound"), "bound"),
             notes=read_texts(value.get("notes", []), "notes"),
@@ -528,6 +524,20 @@ def _kind_words(fabric: Fabric, name: str) -> str:
         device.kind,
         "leaf" if name.startswith("leaf") else "pod" if name.startswith("pod") else name.rstrip("0123456789"),
     )
+
+
+def class_lengths_object(lengths: Sequence[ClassLength]) -> dict[str, object]:
+    """Return the JSON object of the certificate of a cluster by kind."""
+    return {"kind": "class-lengths", "lengths": [[src, dst, str(value)] for src, dst, value in lengths]}
+
+
+def class_lengths_from_object(item: object) -> tuple[ClassLength, ...]:
+    """Read such an object; PlanError for another kind of certificate, or a wrong key."""
+    certificate = read_object(item, "certificate")
+    if certificate.get("kind") != "class-lengths":
+        raise PlanError("certificate: kind of a cluster by kind must be class-lengths")
+    check_known(certificate, ("kind", "lengths"), "certificate")
+    return tuple(_read_length(row) for row in read_list(certificate.get("lengths"), "lengths"))
 
 
 def _read_length(item: object) -> ClassLength:

@@ -50,6 +50,11 @@ def verify_by_kind(plan: PlanByKind) -> Verification:
 
     ``loads`` of the report are for one link of each class, by the sample's names. PlanError for the first fault.
     """
+    return verify_with_loads(plan)[0]
+
+
+def verify_with_loads(plan: PlanByKind) -> tuple[Verification, list[Fraction]]:
+    """Return the report of `verify_by_kind`, and the exact load of each link of the sample."""
     _check_header(plan)
     if plan.collective == ALL_TO_ALL and plan.cluster.network.kind != "torus":
         _check_blocks(plan)
@@ -121,7 +126,8 @@ def verify_by_kind(plan: PlanByKind) -> Verification:
     first: dict[int, tuple[str, str]] = {}
     for link, row in zip(plan.fabric.links, classes, strict=True):
         first.setdefault(row, (link.src, link.dst))
-    return Verification(
+    each = [load / count for load, count in zip(crossed, counts, strict=True)]
+    report = Verification(
         rate=nearest_float(rate),
         bound=nearest_float(bound),
         exact_rate=rate,
@@ -129,9 +135,10 @@ def verify_by_kind(plan: PlanByKind) -> Verification:
         optimal=rate == bound,
         trees=trees,
         height=plan.height,
-        bottleneck=tuple(first[row] for row, each in rates.items() if each == rate),
-        loads={first[row]: float(crossed[row] / counts[row]) for row in rates},
+        bottleneck=tuple(first[row] for row, found in rates.items() if found == rate),
+        loads={first[row]: float(each[row]) for row in rates},
     )
+    return report, [each[row] for row in classes]
 
 
 def _check_header(plan: PlanByKind) -> None:

@@ -31,6 +31,8 @@ from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.fabric import CHANNEL_CHOICES, Fabric
 from topoplan.plans.certificates.forest_length import forest_length
 from topoplan.plans.certificates.kind_lengths import forest_at_least
+from topoplan.plans.kind_mesh import MESHES_BY_KIND, MOST_MESH_RANKS, GroupKind, MeshByKind
+from topoplan.plans.kind_templates import template_sample
 from topoplan.plans.loads import link_loads
 from topoplan.plans.mesh_plans import groups_along
 from topoplan.plans.plan import Plan, check_collective, collective_name
@@ -39,9 +41,6 @@ from topoplan.solve.mesh_planner import mesh_weights
 from topoplan.solve.packing.kind_composition import plan_by_kind
 from topoplan.solve.planner import plan
 from topoplan.units import nearest_float
-
-MESHES_BY_KIND = ("allreduce", "allgather", "reduce_scatter")
-"""Collectives of meshes by kind: groups have no roots, which would make servers differ."""
 
 MOST_GROUP_KINDS = 256
 """Most kinds of groups of a mesh: some minutes."""
@@ -56,45 +55,6 @@ Unit = tuple[str, int]
 """A server, a leaf or a pod by its number, or the network itself."""
 
 NETWORK: Unit = ("network", 0)
-
-
-@dataclass(frozen=True, slots=True)
-class GroupKind:
-    """Groups of one kind: ``members`` are the ranks of the first one, and ``plan`` is its plan.
-
-    The plan's own rate and bound are those of a group without competition.
-    """
-
-    axis: str
-    count: int
-    members: tuple[int, ...]
-    plan: Plan | PlanByKind
-
-
-@dataclass(frozen=True, slots=True)
-class MeshByKind:
-    """Plans of the groups of a mesh that run at once, one for each kind of groups.
-
-    axes, weights: as of `topoplan.plans.mesh_plans.MeshPlans`.
-    rate, bound: GB/s of algorithm bandwidth for weight 1, of all groups at once.
-    bottleneck: the kinds of devices between which the links with a length are, such as "gpu to nic", and their number.
-    """
-
-    axes: tuple[tuple[str, int], ...]
-    weights: tuple[tuple[str, Fraction], ...]
-    cluster: ClusterByKind
-    collective: str
-    channels: tuple[str, ...]
-    groups: tuple[GroupKind, ...]
-    rate: float
-    bound: float
-    bottleneck: tuple[str, int]
-    seconds: float | None = field(default=None, compare=False)
-
-    @property
-    def gap(self) -> float:
-        """Distance of the rate from the bound, as a fraction of the bound; 0 means proved optimal."""
-        return max(0.0, 1 - self.rate / self.bound)
 
 
 def plan_mesh_by_kind(
@@ -131,6 +91,10 @@ def plan_mesh_by_kind(
     if prod(extent for _, extent in extents) != cluster.size:
         given = " x ".join(f"{name} {extent}" for name, extent in extents)
         raise UsageError(f"a mesh of {given} does not have as many ranks as there are GPUs, {cluster.size}")
+    if cluster.size > MOST_MESH_RANKS:
+        raise UsageError(
+            f"a mesh by kind must have at most {MOST_MESH_RANKS:,} ranks, got {cluster.size:,}; choose fewer servers"
+        )
     places = _ServerPlaces(cluster)
     kinds: dict[tuple[object, ...], _Kind] = {}
     roles: dict[Unit, Counter[tuple[int, Role]]] = defaultdict(Counter)
@@ -153,7 +117,7 @@ def plan_mesh_by_kind(
     for one in made:
         one.weigh(places)
     rate, full = _joint_rate(places, made, roles, choice)
-    bound, bottleneck = _joint_bound(places, made, choice, collective, full)
+    bound, lengths = _joint_bound(places, made, choice, collective, full)
     return MeshByKind(
         axes=extents,
         weights=weights,
@@ -161,9 +125,9 @@ def plan_mesh_by_kind(
         collective=collective,
         channels=choice,
         groups=tuple(GroupKind(one.axis, one.count, one.members, one.plan_made) for one in made),
+        lengths=_named_lengths(places, lengths, choice),
         rate=nearest_float(rate),
         bound=nearest_float(bound),
-        bottleneck=bottleneck,
         seconds=time.perf_counter() - started,
     )
 
@@ -420,10 +384,10 @@ def _joint_bound(
     channels: Sequence[str],
     collective: str,
     full: set[LinkKey],
-) -> tuple[Fraction, tuple[str, int]]:
-    """Return the lowest bound of some lengths, with words for the links that have one, and their number."""
+) -> tuple[Fraction, dict[LinkKey, int]]:
+    """Return the lowest bound of some lengths, and these lengths."""
     capacity = places.capacities(channels)
-    best: tuple[Fraction, tuple[str, int]] | None = None
+    best: tuple[Fraction, dict[LinkKey, int]] | None = None
     seen: list[dict[LinkKey, int]] = []
     for lengths in _candidate_lengths(places, kinds, capacity, full):
         if lengths in seen:
@@ -438,11 +402,21 @@ def _joint_bound(
         number = {key: places.counts[key[0], key[1]] for key in lengths}
         volume = sum((capacity[key][0] * number[key] * value for key, value in lengths.items()), Fraction(0))
         if best is None or volume / length < best[0]:
-            ends = sorted({" to ".join(sorted(capacity[key][1])) for key in lengths})
-            best = volume / length, (", ".join(ends), sum(number.values()))
+            best = volume / length, lengths
     if best is None:
         raise InfeasibleError("no links with a length bound the groups; plan at most 1,024 GPUs as a list")
     return best
+
+
+def _named_lengths(
+    places: _ServerPlaces, lengths: Mapping[LinkKey, int], channels: Sequence[str]
+) -> tuple[tuple[str, str, Fraction], ...]:
+    """Return lengths by the first link of each class in the sample of the cluster's templates."""
+    fabric = Fabric(template_sample(places.cluster, rooted=False).topology.settled(), tuple(channels))
+    first: dict[LinkKey, tuple[str, str]] = {}
+    for link in fabric.links:
+        first.setdefault(places.key(link.src, link.dst), (link.src, link.dst))
+    return tuple((*ends, Fraction(lengths[key])) for key, ends in first.items() if lengths.get(key))
 
 
 def _candidate_lengths(

@@ -11,6 +11,7 @@ import pytest
 import topoplan
 from tests.support.checkout import Done, Run
 from tests.topoplan.cli.conftest import Told
+from topoplan import PlanError
 
 BIG = "plan dgx-h100 --servers 12500 --nic-bandwidth 400Gb/s --nic-access direct"
 
@@ -292,7 +293,25 @@ def test_gpus_of_a_large_cluster_are_chosen_by_shape(done: Done, told: Told, run
     assert (status, "must have one in each group" in err) == (2, True)
 
 
-def test_a_mesh_of_a_large_cluster_is_planned_by_kinds_of_groups(done: Done, told: Told, run: Run) -> None:
+def test_each_server_of_a_large_torus_has_an_environment_of_its_own(run: Run) -> None:
+    """Server 17 of 8 x 8 is cabled to its neighbours in both dimensions, and the whole file has its part."""
+    asked = "export dgx-h100 --nic-gbps 400 --network torus {} --to nccl-env"
+    given = asked.format("--servers 64 --sides 8,8")
+    status, alone, err = run(f"{given} --server s17")
+    assert (status, "stock NCCL cannot start on these 64 cabled servers" in err) == (0, True)
+    assert "# cables lead to s16, s18, s25, s9, and a merged NIC" in alone
+    _, every, _ = run(given)
+    own = every.partition("\ns17)\n")[2].partition("  ;;\n")[0]
+    assert own
+    assert [line.strip() for line in own.splitlines()] == alone.splitlines()[-len(own.splitlines()) :]
+    assert every.count("NCCL_IB_SUBNET_AWARE_ROUTING=1") == 64
+    status, _, err = run(asked.format("--servers 4096 --sides 64,64"))
+    assert (status, "needs the list of its GPUs, at most 16,384, got 32,768" in err) == (2, True)
+
+
+def test_a_mesh_of_a_large_cluster_is_planned_by_kinds_of_groups(
+    done: Done, told: Told, run: Run, tmp_path: Path
+) -> None:
     asked = f"plan {LARGE.format(250)} --mesh dp=250,tp=8"
     said = done(asked)
     assert "a mesh of dp 250 x tp 8, over NVLink and the network: provably optimal\n" in said
@@ -300,8 +319,25 @@ def test_a_mesh_of_a_large_cluster_is_planned_by_kinds_of_groups(done: Done, tol
     found = told(f"{asked} --json")
     assert found["rate"] == found["bound"] == pytest.approx(48 * 250 / (2 * 249))
     assert [one["count"] for one in found["groups"]] == [*[1] * 8, 250]
-    status, _, err = run(f"{asked} -o mesh.json")
-    assert (status, "-o must be without --mesh for a cluster of more than 1,024 GPUs" in err) == (2, True)
+    place = tmp_path / "mesh.json"
+    assert "all at once, of 9 kinds" in done(f"{asked} -o {place}")
+    said = done(f"verify {place}")
+    assert said.startswith(
+        "valid: all_reduce on 250 x dgx-h100, a mesh of dp 250 x tp 8, 258 groups at once: prov"
+    )
+    assert "checked      every group is of one of 9 kinds; in each kind each contribution arrives" in said
+    checked = told(f"verify {place} --json")
+    assert (checked["rate"], checked["optimal"]) == (found["rate"], True)
+    assert [one["count"] for one in checked["groups"]] == [*[1] * 8, 250]
+    text = place.read_text()
+    place.write_text(text.replace('"trees": 8', '"trees": 9'))
+    status, _, err = run(f"verify {place}")
+    assert (status, "wrong plan: group 8: claims trees 9; recomputed it is 8" in err) == (1, True)
+    place.write_text(text.replace('"count": 250', '"count": 249'))
+    status, _, err = run(f"verify {place}")
+    assert (status, "group 8: its kind must have 250 groups, got 249" in err) == (1, True)
+    with pytest.raises(PlanError, match="must have a plan for every group, got plans by kinds of groups"):
+        topoplan.load_mesh(place)
 
 
 def test_a_cluster_file_is_refused_like_the_options(run: Run, tmp_path: Path) -> None:
@@ -343,9 +379,8 @@ def test_tori_are_planned_and_compared_by_kind(done: Done, told: Told, run: Run,
     for more in ("--without-link s0.nic0-s50.nic2", "--sizes 1MB", "--survive 1", "--collective broadcast"):
         status, _, err = run(f"plan {asked} {more}")
         assert (status, "--listed" in err, len(err.splitlines())) == (2, True, 1)
-    for command in (f"simulate {place}", f"export {asked} --to nccl-env"):
-        status, _, err = run(command)
-        assert (status, "of a torus" in err, len(err.splitlines())) == (2, True, 1)
+    status, _, err = run(f"simulate {place}")
+    assert (status, "of a torus" in err, len(err.splitlines())) == (2, True, 1)
 
 
 @pytest.mark.thorough

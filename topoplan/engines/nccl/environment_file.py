@@ -92,7 +92,7 @@ def nccl_environment(topology: Topology, *, server: str | None = None) -> Export
     foreign = next((gpu for gpu in gpus if is_apple([gpu])), None)
     if foreign is not None:
         raise UsageError(f"nccl-env needs GPUs that NCCL or RCCL drives, got {foreign.name}, {foreign.model}")
-    nics = {name: _nics_out(topology, name) for name in servers}
+    nics = _nics_out(topology, servers)
     for name, found in nics.items():
         if not found:
             raise UsageError(f"nccl-env needs a NIC with a link out of each server, got none for {name}")
@@ -101,9 +101,13 @@ def nccl_environment(topology: Topology, *, server: str | None = None) -> Export
     ways = (WHAT_STARTS,) if missing else ()
     warnings = (*missing, *ways, *_crossed_ports(nics, cables)) if cables else ()
     chosen = servers if server is None else (server,)
+    ports: dict[str, str] = {}
+    for one in topology.devices:
+        if one.fact("management"):
+            ports.setdefault(one.server, one.fact("management"))
     branches: dict[str, list[str]] = {}
     for name in chosen:
-        text = "\n".join(map(str, _lines(topology, name, nics[name])))
+        text = "\n".join(map(str, _lines(nics[name], ports.get(name, ""))))
         branches.setdefault(text, []).append(name)
     head = [
         f"# Environment of NCCL for {_one_line(topology.name)}, made by topoplan export --to nccl-env; source it "
@@ -134,29 +138,29 @@ def _branches(branches: Mapping[str, Sequence[str]]) -> Iterator[str]:
     yield "esac"
 
 
-def _nics_out(topology: Topology, server: str) -> tuple[_Nic, ...]:
-    """Return the NICs of a server with a link to another server or to a switch of the network, in its order.
+def _nics_out(topology: Topology, servers: Sequence[str]) -> dict[str, tuple[_Nic, ...]]:
+    """Return the NICs of each server with a link to another server or to a switch of the network, in its order.
 
     A NIC of several GPUs, which is two devices, counts once.
     """
-    ends: dict[str, list[tuple[str, str]]] = {}
-    device: dict[str, Device] = {}
+    ends: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    device: dict[tuple[str, str], Device] = {}
     for link in topology.links:
         if link.channel != "network":
             continue
         near, far = topology.device(link.src), topology.device(link.dst)
-        if near.server == server and near.kind == "nic" and far.server != server:
-            name = _bare(near)
-            device[name] = near
-            ends.setdefault(name, []).append((far.server, _bare(far)))
-    order = dict.fromkeys(
-        _bare(one) for one in topology.devices if one.server == server and one.kind == "nic"
-    )
-    return tuple(
-        _Nic(name, _functions(device[name]), tuple(dict.fromkeys(ends[name])))
-        for name in order
-        if name in ends
-    )
+        if near.kind == "nic" and far.server != near.server:
+            key = near.server, _bare(near)
+            device[key] = near
+            ends.setdefault(key, []).append((far.server, _bare(far)))
+    found: dict[str, list[_Nic]] = {server: [] for server in servers}
+    for server, name in dict.fromkeys(
+        (one.server, _bare(one)) for one in topology.devices if one.kind == "nic"
+    ):
+        if server in found and (server, name) in ends:
+            key = server, name
+            found[server].append(_Nic(name, _functions(device[key]), tuple(dict.fromkeys(ends[key]))))
+    return {server: tuple(nics) for server, nics in found.items()}
 
 
 def _bare(device: Device) -> str:
@@ -193,8 +197,8 @@ def _crossed_ports(
             )
 
 
-def _lines(topology: Topology, server: str, nics: Sequence[_Nic]) -> Iterator[_Line]:
-    """Yield the variables of a server."""
+def _lines(nics: Sequence[_Nic], management: str) -> Iterator[_Line]:
+    """Yield the variables of a server with these NICs and this management port, empty if the topology names none."""
     peers = sorted(set().union(*(nic.peers for nic in nics)))
     switches = sorted({name for nic in nics for far, name in nic.ends if not far})
     names = [nic.name for nic in nics]
@@ -240,23 +244,13 @@ def _lines(topology: Topology, server: str, nics: Sequence[_Nic]) -> Iterator[_L
     if switches and not peers:
         why = "a switch joins the NICs, so no port needs its peer's subnet"
         yield _Line("NCCL_IB_SUBNET_AWARE_ROUTING", "0", why)
-    yield from _addresses(topology, server, nics, peers)
+    yield from _addresses(nics, peers, management)
 
 
-def _addresses(
-    topology: Topology, server: str, nics: Sequence[_Nic], peers: Sequence[str]
-) -> Iterator[_Line]:
+def _addresses(nics: Sequence[_Nic], peers: Sequence[str], management: str) -> Iterator[_Line]:
     """Yield what the topology knows of interfaces and addresses."""
     why = "the topology has no addresses; NCCL selects the RoCE v2 address itself (its default, -1)"
     yield _Line("NCCL_IB_GID_INDEX", None, why)
-    management = next(
-        (
-            one.fact("management")
-            for one in topology.devices
-            if one.server == server and one.fact("management")
-        ),
-        "",
-    )
     if management and _SHELL_NAME.fullmatch(management):
         why = "ranks meet over the management port, which reaches all servers"
         yield _Line("NCCL_SOCKET_IFNAME", f"={management}", why)
