@@ -87,6 +87,9 @@ PLAN_KEYS = (
 )
 """Keys of a plan file; ``plan --json`` adds the last line, which follows from the other keys."""
 
+LATE = "late ranks"
+"""The schedule and method of plans for ranks that come late (`topoplan.plan_late`)."""
+
 TREES = "trees"
 """The schedule of packed trees, as plans and options name it; `topoplan.schedules.registry` has the others."""
 
