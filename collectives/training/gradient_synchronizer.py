@@ -199,6 +199,8 @@ class GradientSynchronizer:
             self._on_change, self._notes = None if shrink is None else shrink.on_change, 0
             with self._refuse_on_error("making the synchronizer"):
                 self._shapes = GradientShapes(parameters, comm.ranks, comm.one_rank, comm.arrays)
+                if how.top_k is not None:
+                    how.top_k.check_names([f"{number}" for number in range(len(self._shapes))])
                 if how.top_k is not None and how.top_k.per == "model":
                     bucket_bytes = sys.maxsize
                 self.buckets = buckets_of(self._shapes.gradients, bucket_bytes=bucket_bytes)
@@ -648,7 +650,7 @@ class GradientSynchronizer:
                 given = lines[0] if comm.one_rank else lines
                 comm.exchange_for(
                     given,
-                    density=sparse.at(0),
+                    density=sparse.at(0, how.names_of(memory[-1].parts)),
                     exchange=sparse.exchange,
                     wire=sparse.wire,
                     layers=sparse.layers(memory[-1].parts),

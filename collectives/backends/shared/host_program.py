@@ -335,7 +335,7 @@ class _HostProgram:
 
     def _set_block(self, block_bytes: int) -> None:
         self._block = block_bytes // self._itemsize
-        self._registers = []
+        self._registers: list[bool] = []
 
     def _overlap(self) -> bool:
         """Return whether some ranks end with one sum of an element, and some with another."""

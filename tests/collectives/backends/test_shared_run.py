@@ -268,7 +268,7 @@ def test_the_others_add_up_before_a_late_rank_comes(
     found = in_shared_memory(plan, work, chunk_bytes=1 << 14)
     with Communicator(plan, chunk_bytes=1 << 14) as comm:
         wanted = comm.all_reduce(given, op="prod")
-    have_the_same_bits(found, wanted, 4)
+    have_the_same_bits(found, list(wanted), 4)
     host_program.host_program_of.cache_clear()
 
 
