@@ -19,6 +19,7 @@ from fractions import Fraction
 from functools import cached_property
 from hashlib import sha256
 from numbers import Real
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -190,7 +191,7 @@ class ExchangeTimes:
 
 def check_exchange(exchange: str) -> str:
     """Return the name of an exchange, or "auto"; UsageError if it is unknown."""
-    if exchange not in EXCHANGES:
+    if not isinstance(exchange, str) or exchange not in EXCHANGES:
         raise UsageError(f"exchange {exchange!r} is unknown; use {', '.join(EXCHANGES)}")
     return exchange
 
@@ -552,7 +553,7 @@ def sparse_request(
     dtype = library.dtype(inputs[0])
     if dtype not in DTYPES:
         raise UsageError(f"gradients of {dtype} cannot be made sparse; give {', '.join(DTYPES)}")
-    if op not in OPERATIONS:
+    if not isinstance(op, str) or op not in OPERATIONS:
         raise UsageError(f"op of a sparse allreduce must be {' or '.join(OPERATIONS)}, got {op!r}")
     if not (isinstance(loss_scale, Real) and 0 < loss_scale < math.inf):
         raise UsageError(
@@ -570,10 +571,12 @@ def sparse_request(
     size = 1
     for length in shape:
         size *= length
-    if layers is not None and (min(layers, default=0) < 0 or sum(layers) != size):
-        raise UsageError(
-            f"layers must be the elements of each layer, {size} together, got {_in_short(repr(list(layers)))}"
-        )
+    if layers is not None:
+        layers = _checked_layers(layers, size)
+    check_exchange(exchange)
+    check_wire(wire)
+    if not isinstance(key, str):
+        raise UsageError(f"key must be a text, got {key!r}; give the name of the gradient")
     mean, densities = (density, None) if isinstance(density, float) else _by_layer(density, layers)
     if clip is not None and not (isinstance(clip, Real) and 0 < clip < math.inf):
         raise UsageError(f"clip must be a norm above 0, got {clip!r}; give that of the average, or None")
@@ -593,11 +596,34 @@ def sparse_request(
         momentum,
         float(loss_scale),
         on_host,
-        None if layers is None or len(layers) < 2 else tuple(layers),
+        None if layers is None or len(layers) < 2 else layers,
         None if clip is None else float(clip),
         SELECTION_SECONDS * size if chooses and on_host else 0.0,
         densities,
     )
+
+
+def check_wire(wire: Any) -> None:
+    """Raise `UsageError` unless this is a `WireFormat`, or None."""
+    from collectives.sparse.codec import WireFormat
+
+    if not isinstance(wire, WireFormat | None):
+        raise UsageError(
+            f"wire must be a WireFormat, got {wire!r}; give for example "
+            "collectives.sparse.codec.WireFormat(values='float16')"
+        )
+
+
+def _checked_layers(layers: Any, size: int) -> tuple[int, ...]:
+    try:
+        found = tuple(map(index, layers))
+    except TypeError:
+        found = (-1,)
+    if min(found, default=0) < 0 or sum(found) != size:
+        raise UsageError(
+            f"layers must be the elements of each layer, {size} together, got {_in_short(repr(layers))}"
+        )
+    return found
 
 
 def _by_layer(density: Any, layers: Sequence[int] | None) -> tuple[float, tuple[float, ...] | None]:

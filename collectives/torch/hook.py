@@ -53,7 +53,9 @@ from collectives.training.checkpoint_state import (
     EMPTY_STATE,
     OUTER_STATE,
     check_list_of_states,
+    check_states,
     describe_state,
+    listed_states,
     unscaled_state,
     warn_of_unused_state,
 )
@@ -454,7 +456,7 @@ class HookState:
             self.buckets.check_has_it()
         comm = self.communicator
         gather = gather_by(self.group) if comm is None else comm._gather_texts
-        states = [state] if isinstance(state, Mapping) else list(state)
+        states = listed_states(state)
         check_on_all(gather, lambda: self._check_states(states))
         state = states[0]
         if "format" not in state:
@@ -497,6 +499,7 @@ class HookState:
         warn_of_unused_state(lost, why)
 
     def _check_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        check_states(states)
         for one in states:
             self._check_state(one)
         check_list_of_states([one["ranks"] for one in states], self.size)
@@ -515,7 +518,8 @@ class HookState:
         if isinstance(self.mode, OuterMode) and "outer" in state:
             check_rounds_in_flight(state["outer"], self.mode)
         if state["ranks"] == self.size:
-            check_saved_estimates(state.get("filters", EMPTY_STATE), self._ef21)
+            filters = state.get("filters", EMPTY_STATE)
+            check_saved_estimates(filters, self._ef21, residuals=bool(state["residuals"]))
         if state["momentum"] != self.momentum:
             raise UsageError(
                 f"the state must be of momentum {self.momentum}, got {state['momentum']}; use the same"

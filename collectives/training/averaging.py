@@ -281,7 +281,11 @@ class InStepAverager(Averager):
             note = None
             if not isinstance(found, Handle):
                 chosen = comm.exchange_for(
-                    gradients, density=density, exchange=sparse.exchange, wire=sparse.wire, layers=layers
+                    gradients if changes is None else changes.arrays,
+                    density=density,
+                    exchange=sparse.exchange,
+                    wire=sparse.wire,
+                    layers=layers,
                 )
                 note = sparse_note(chosen)
 

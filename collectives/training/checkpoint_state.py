@@ -243,6 +243,20 @@ def warn_of_unused_state(lost: Sequence[str], why: str) -> None:
         warnings.warn(f"{why}: {', '.join(listed)} of the checkpoint are not used", stacklevel=3)
 
 
+def listed_states(given: Any) -> list[Any]:
+    """Return a state, or a list of states, as a list; `check_states` looks at them."""
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def check_states(states: Sequence[Any]) -> None:
+    """Raise `UsageError` for anything that no `state_dict` returns."""
+    for one in states:
+        if not isinstance(one, Mapping):
+            raise UsageError(
+                f"a state must be what state_dict returned, got a {type(one).__name__}; load that"
+            )
+
+
 def check_list_of_states(ranks: Sequence[int], present: int) -> None:
     """Raise `UsageError` unless states, by the ranks of their jobs, can be restored together by one process."""
     if not ranks or len(set(ranks)) > 1 or (len(ranks) > 1 and ranks[0] == present):

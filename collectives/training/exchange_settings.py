@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
-from collectives.sparse.exchange_choice import check_exchange
+from collectives.sparse.exchange_choice import check_exchange, check_wire
 from collectives.sparse.selection.error_feedback import checked_density, checked_momentum
 from collectives.training.common_rows import CommonRows
 from collectives.training.gradient_filters import Cast, Quantize, Threshold
@@ -159,13 +159,7 @@ class TopK:
                 warnings.warn(
                     "density 1 sends all entries; 1 % is TopK(0.01), and all are TopK(1.0)", stacklevel=3
                 )
-        from collectives.sparse.codec import WireFormat
-
-        if not isinstance(self.wire, WireFormat | None):
-            raise UsageError(
-                f"wire must be a WireFormat, got {self.wire!r}; give for example "
-                "collectives.sparse.codec.WireFormat(values='float16')"
-            )
+        check_wire(self.wire)
 
     def __str__(self) -> str:
         """Return the text that ranks compare; a density by function is that of step 0."""

@@ -752,7 +752,7 @@ def check_collective(collective: str) -> str:
     """
     import difflib
 
-    name = collective.lower().replace("-", "_")
+    name = collective.lower().replace("-", "_") if isinstance(collective, str) else ""
     name = _COLLECTIVE_ALIASES.get(name, name)
     if name not in ALL_COLLECTIVES:
         near = difflib.get_close_matches(name, ALL_COLLECTIVES, n=1)
