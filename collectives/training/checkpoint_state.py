@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -243,12 +243,12 @@ def warn_of_unused_state(lost: Sequence[str], why: str) -> None:
         warnings.warn(f"{why}: {', '.join(listed)} of the checkpoint are not used", stacklevel=3)
 
 
-def listed_states(given: Any) -> list[Any]:
+def listed_states(given: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return a state, or a list of states, as a list; `check_states` looks at them."""
-    return list(given) if isinstance(given, list | tuple) else [given]
+    return list(given) if isinstance(given, list | tuple) else [cast("Mapping[str, Any]", given)]
 
 
-def check_states(states: Sequence[Any]) -> None:
+def check_states(states: Sequence[object]) -> None:
     """Raise `UsageError` for anything that no `state_dict` returns."""
     for one in states:
         if not isinstance(one, Mapping):

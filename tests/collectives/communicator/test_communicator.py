@@ -283,7 +283,20 @@ def test_one_rank_tells_or_every_rank_or_none(
     assert {one["rank"] for one in lines(capsys.readouterr().err)} == ranks
 
 
-ODD = (3, 1.5, True, b"sum", "x", (), [], {}, ["sum"], np.array([1, 2]), np.array("sum"), len)
+ODD: tuple[Any, ...] = (
+    3,
+    1.5,
+    True,
+    b"sum",
+    "x",
+    (),
+    [],
+    {},
+    ["sum"],
+    np.array([1, 2]),
+    np.array("sum"),
+    len,
+)
 """Values of types that an argument does not have."""
 
 

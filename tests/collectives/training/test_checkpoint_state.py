@@ -237,6 +237,6 @@ def test_low_ranks_by_layers_send_small_parameters_whole() -> None:
 
 
 @pytest.mark.parametrize("odd", [3, None, "state", b"state", [1], [None, {}], np.zeros(2), len])
-def test_a_state_of_another_type_is_refused_in_one_line(odd: object) -> None:
+def test_a_state_of_another_type_is_refused_in_one_line(odd: Any) -> None:
     with pytest.raises(UsageError, match=r"^a state must be what state_dict returned, got a \w+; load that$"):
         check_states(listed_states(odd))
