@@ -247,7 +247,8 @@ class _HostProgram:
         self._builder = ProgramBuilder(itemsize)
         self._scratch = 0
         self._posted = 0
-        self._late = table.late if FETCHED in self._others else -1
+        # with results of several sums one rank would write in place what another may yet need
+        self._late = table.late if FETCHED in self._others and not self._overlap() else -1
         self._step: int | None = None
         self._early: list[Place] = []  # places of the early sums of a sum
         self._kept = 0  # elements of all early sums
@@ -296,10 +297,9 @@ class _HostProgram:
         ends = [len(self._builder)]
         self._step = AFTER
         for method in (ARRAYS, FETCHED, INTO):
-            if method == FETCHED or (method in self._others and not self._overlap()):
-                self._method, self._posted = method, 0
-                self._set_block(self._block_bytes)
-                self._write()
+            self._method, self._posted = method, 0
+            self._set_block(self._block_bytes)
+            self._write()
             ends.append(len(self._builder))
         assert self._scratch == registers, "early sums lie behind the areas for blocks"
         return ends
