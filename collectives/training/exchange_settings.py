@@ -450,8 +450,8 @@ class ExchangeSettings:
         return None if isinstance(self.compression, TopK) else self.compression
 
     def names_of(self, parts: Sequence[BucketPart] | None) -> list[str] | None:
-        """Return the names of the parameters of a bucket, by the numbers at the ends of those of its parts."""
-        if parts is None:
+        """Return the names of the parameters of a bucket, whose parts end in their numbers; None if none is needed."""
+        if parts is None or self.top_k is None or not isinstance(self.top_k.density, dict):
             return None
         numbers = [int(part.name.rpartition(" ")[2]) for part in parts]
         if self.names is None:
