@@ -605,9 +605,11 @@ def sparse_request(
 
 def check_wire(wire: Any) -> None:
     """Raise `UsageError` unless this is a `WireFormat`, or None."""
+    if wire is None:
+        return
     from collectives.sparse.codec import WireFormat
 
-    if not isinstance(wire, WireFormat | None):
+    if not isinstance(wire, WireFormat):
         raise UsageError(
             f"wire must be a WireFormat, got {wire!r}; give for example "
             "collectives.sparse.codec.WireFormat(values='float16')"
