@@ -365,7 +365,7 @@ class SparseCollectives(ABC):
         self,
         gradients: Any,
         *,
-        density: float | Literal["auto"],
+        density: float | Literal["auto"] | Sequence[float],
         op: str = "sum",
         key: str = "",
         momentum: float = 0.0,
@@ -387,8 +387,9 @@ class SparseCollectives(ABC):
         Parameters
         ----------
         gradients : float array of any shape; with several ranks in this process a list of one per rank
-        density : float or "auto"
+        density : float, "auto" or sequence of float
             Share of the entries that every rank sends, above 0 and at most 1; with "servers" that every server sends.
+            A sequence has one for each of `layers`.
             "auto" is 0.01, and counts the time of the selection on the host when `exchange` "auto" compares with dense.
         op : str
             sum or avg.
@@ -479,7 +480,7 @@ class SparseCollectives(ABC):
         self,
         gradients: Any,
         *,
-        density: float | Literal["auto"],
+        density: float | Literal["auto"] | Sequence[float],
         exchange: str = "auto",
         wire: WireFormat | None = None,
         layers: Sequence[int] | None = None,
@@ -502,7 +503,7 @@ class SparseCollectives(ABC):
         self,
         gradients: Any,
         *,
-        density: float | Literal["auto"],
+        density: float | Literal["auto"] | Sequence[float],
         exchange: str = "auto",
         wire: WireFormat | None = None,
         layers: Sequence[int] | None = None,

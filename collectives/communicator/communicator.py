@@ -410,7 +410,7 @@ class Communicator(DenseCollectives, SparseCollectives):
             name = check_collective(collective)
             if root is not None and name not in ROOTED:
                 raise UsageError(f"{name} has no root, got {root!r}; leave root out")
-            if op != "sum" and name not in REDUCTIONS:
+            if name not in REDUCTIONS and not (isinstance(op, str) and op == "sum"):
                 raise UsageError(f"{name} has no reduction, got op {op!r}; leave op out")
             place = self._root(root) if name in ROOTED else None
             kind = op if name in REDUCTIONS else None

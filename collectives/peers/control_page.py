@@ -28,8 +28,8 @@ CLOSED, LEAVING = 64, 65
 """Words: 1 once the rank has closed its communicator, and once its process is about to end."""
 FAILED = 80  # word: 1 when the rank has written a failure
 ASLEEP, UNTIL, WAKE_COUNT = 96, 97, 112
-"""Words: the place of the rank for whose `DONE` this one sleeps, plus 1, or -1 for all notes; the value that it waits
-for; and the number of times that others have woken it.
+"""Words: the place of the rank for whose `DONE` this one sleeps, plus 1; or -1 for all notes, -2 - p for all but that
+of place p; the value that it waits for; and the number of times that others have woken it.
 """
 NOTE = 2048  # byte offset of the two notes
 _FAILURE, _LARGEST = 1024, 1920  # byte offsets of a failure and of the leader's outcome

@@ -19,6 +19,7 @@ from fractions import Fraction
 from functools import cached_property
 from hashlib import sha256
 from numbers import Real
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -190,7 +191,7 @@ class ExchangeTimes:
 
 def check_exchange(exchange: str) -> str:
     """Return the name of an exchange, or "auto"; UsageError if it is unknown."""
-    if exchange not in EXCHANGES:
+    if not isinstance(exchange, str) or exchange not in EXCHANGES:
         raise UsageError(f"exchange {exchange!r} is unknown; use {', '.join(EXCHANGES)}")
     return exchange
 
@@ -448,8 +449,9 @@ class SparseRequest:
 
     `inputs` and `outputs` are by rank of this process. `size` is in elements; `dtype` is that of residuals and
     messages. `on_host` says that the gradients are not on a GPU. `layers` are the elements of each layer that selects
-    for itself, None for one selection; `clip` is the largest norm of the average, by which ranks clip their gradients.
-    `selection_seconds` is the time of the selection in comparisons with dense, for a density of "auto".
+    for itself, None for one selection, and `densities` their shares if these differ. `clip` is the largest norm of the
+    average, by which ranks clip their gradients. `selection_seconds` is the time of the selection in comparisons with
+    dense, for a density of "auto".
     """
 
     inputs: list[Any]
@@ -468,6 +470,7 @@ class SparseRequest:
     layers: tuple[int, ...] | None = None
     clip: float | None = None
     selection_seconds: float = 0.0
+    densities: tuple[float, ...] | None = None
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -481,12 +484,15 @@ class SparseRequest:
             self.on_host,
             self.layers,
             self.selection_seconds,
+            self.densities,
         )
 
     @property
     def counts(self) -> tuple[int, ...]:
         """Entries that a rank selects, by layer."""
-        return tuple(entry_count(size, self.density) for size in self.layers or (self.size,))
+        layers = self.layers or (self.size,)
+        shares = self.densities or (self.density,) * len(layers)
+        return tuple(map(entry_count, layers, shares))
 
     def excludes(self, exchange: str) -> str:
         """Return why an exchange cannot have these gradients; empty if it can."""
@@ -516,7 +522,8 @@ class SparseRequest:
         if self.loss_scale != 1:
             text += f", loss scale {self.loss_scale:g}"
         if self.layers is not None:
-            text += f", layers {sha256(repr(self.layers).encode()).hexdigest()[:8]}"
+            layers = self.layers if self.densities is None else (self.layers, self.densities)
+            text += f", layers {sha256(repr(layers).encode()).hexdigest()[:8]}"
         if self.clip is not None:
             text += f", clip {self.clip:g}"
         return text + (f", key {_in_short(self.key)}" if self.key else "")
@@ -526,7 +533,7 @@ def sparse_request(
     backend: Backend[Any],
     arrays: Any,
     *,
-    density: float | Literal["auto"],
+    density: float | Literal["auto"] | Sequence[float],
     exchange: str,
     wire: WireFormat | None,
     out: Any = None,
@@ -540,11 +547,13 @@ def sparse_request(
     """Check the arguments of a sparse allreduce; UsageError names the rank and the argument."""
     library = backend.arrays
     inputs = check_inputs([arrays] if backend.one_rank else arrays, backend.ranks, library)
-    chooses, density = density == "auto", AUTO_DENSITY if density == "auto" else checked_density(density)
+    chooses = density == "auto"
+    if isinstance(density, str | Real):
+        density = AUTO_DENSITY if chooses else checked_density(density)
     dtype = library.dtype(inputs[0])
     if dtype not in DTYPES:
         raise UsageError(f"gradients of {dtype} cannot be made sparse; give {', '.join(DTYPES)}")
-    if op not in OPERATIONS:
+    if not isinstance(op, str) or op not in OPERATIONS:
         raise UsageError(f"op of a sparse allreduce must be {' or '.join(OPERATIONS)}, got {op!r}")
     if not (isinstance(loss_scale, Real) and 0 < loss_scale < math.inf):
         raise UsageError(
@@ -562,10 +571,13 @@ def sparse_request(
     size = 1
     for length in shape:
         size *= length
-    if layers is not None and (min(layers, default=0) < 0 or sum(layers) != size):
-        raise UsageError(
-            f"layers must be the elements of each layer, {size} together, got {_in_short(repr(list(layers)))}"
-        )
+    if layers is not None:
+        layers = _checked_layers(layers, size)
+    check_exchange(exchange)
+    check_wire(wire)
+    if not isinstance(key, str):
+        raise UsageError(f"key must be a text, got {key!r}; give the name of the gradient")
+    mean, densities = (density, None) if isinstance(density, float) else _by_layer(density, layers)
     if clip is not None and not (isinstance(clip, Real) and 0 < clip < math.inf):
         raise UsageError(f"clip must be a norm above 0, got {clip!r}; give that of the average, or None")
     on_host = library.gpu(inputs[0]) is None
@@ -577,17 +589,57 @@ def sparse_request(
         shape,
         size,
         kept,
-        density,
+        mean,
         exchange,
         wire,
         key,
         momentum,
         float(loss_scale),
         on_host,
-        None if layers is None or len(layers) < 2 else tuple(layers),
+        None if layers is None or len(layers) < 2 else layers,
         None if clip is None else float(clip),
         SELECTION_SECONDS * size if chooses and on_host else 0.0,
+        densities,
     )
+
+
+def check_wire(wire: Any) -> None:
+    """Raise `UsageError` unless this is a `WireFormat`, or None."""
+    if wire is None:
+        return
+    from collectives.sparse.codec import WireFormat
+
+    if not isinstance(wire, WireFormat):
+        raise UsageError(
+            f"wire must be a WireFormat, got {wire!r}; give for example "
+            "collectives.sparse.codec.WireFormat(values='float16')"
+        )
+
+
+def _checked_layers(layers: Any, size: int) -> tuple[int, ...]:
+    try:
+        found = tuple(map(index, layers))
+    except TypeError:
+        found = (-1,)
+    if min(found, default=0) < 0 or sum(found) != size:
+        raise UsageError(
+            f"layers must be the elements of each layer, {size} together, got {_in_short(repr(layers))}"
+        )
+    return found
+
+
+def _by_layer(density: Any, layers: Sequence[int] | None) -> tuple[float, tuple[float, ...] | None]:
+    """Return the share of all entries, and the densities of several layers; None if they are equal."""
+    if not isinstance(density, Sequence):
+        return checked_density(density), None
+    shares = tuple(map(checked_density, density))
+    if layers is None or len(shares) != len(layers):
+        raise UsageError(
+            f"density must be a number for each of {len(layers or ())} layers, got {len(shares)} numbers; give as many"
+        )
+    if len(set(shares)) < 2:
+        return (shares[0] if shares else AUTO_DENSITY), None
+    return sum(map(entry_count, layers, shares)) / max(sum(layers), 1) or AUTO_DENSITY, shares
 
 
 def _in_short(name: str) -> str:

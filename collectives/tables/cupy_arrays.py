@@ -255,7 +255,7 @@ class CupyArrays(NumpyArrays):
         return True
 
     def check_reduction(self, op: str, array: Any) -> None:
-        if self.dtype(array) != "bfloat16" or op not in OPERATORS:
+        if self.dtype(array) != "bfloat16" or not isinstance(op, str) or op not in OPERATORS:
             reduction(op, array.dtype)
 
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from collectives.tables.transfer_table import RankBlocks, TransferTable, UnevenBlocks
 from topoplan.errors import PlanError, UsageError
 from topoplan.plans.certificates.exchange import Demand
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import LATE, Plan
 from topoplan.plans.shards import ALIGNMENT, Edge, Shard, Stage, path_ends, shard_bounds
 
 
@@ -378,7 +378,22 @@ def _table(
         prerequisites=row_of[first[earlier_edge] + np.repeat(chunk, needed)],
         helpers=len(key.plan.vertices) - len(key.plan.ranks) if key.plan.helpers else 0,
         uneven=uneven,
+        late=late_rank(key.plan),
     )
+
+
+def late_rank(plan: Plan) -> int:
+    """Return the rank for which a plan is made that comes late; -1 if it is not made for one.
+
+    It is the root of a tree, or a leaf with a stage of its own before the last one.
+    """
+    if plan.schedule != LATE:
+        return -1
+    ranks = set(range(len(plan.ranks)))
+    for shard in plan.shards:
+        joined = [edge.child for edge in shard.stages[-2].edges] if len(shard.stages) > 2 else []
+        ranks &= {shard.stages[-1].root, *(joined if len(joined) == 1 else ())}
+    return ranks.pop() if len(ranks) == 1 else -1
 
 
 def chunk_rows(

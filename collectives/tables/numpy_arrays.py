@@ -196,7 +196,7 @@ def reduction(op: str, dtype: np.dtype[np.generic]) -> np.ufunc:
     >>> reduction("sum", np.dtype("float32"))
     <ufunc 'add'>
     """
-    if op not in OPERATORS:
+    if not isinstance(op, str) or op not in OPERATORS:
         raise UsageError(f"reduction {op!r} is unknown; use one of {', '.join(sorted(OPERATORS))}")
     if dtype.kind == "b" and op not in ("min", "max"):
         raise UsageError(

@@ -178,6 +178,8 @@ class TransferTable:
         one stores.
     uneven : UnevenBlocks, RankBlocks or None
         The blocks of a collective of uneven blocks.
+    late : int
+        The rank that comes late, of a plan for one (`topoplan.plan_late`); else -1.
     only : OneRankOnly or None
         The rank whose rows these are, in the order of the table of all ranks and without prerequisites; None for the
         rows of all ranks.
@@ -214,6 +216,7 @@ class TransferTable:
     prerequisites: NDArray[np.int64]
     helpers: int = 0
     uneven: UnevenBlocks | RankBlocks | None = None
+    late: int = -1
     only: OneRankOnly | None = None
 
     def __post_init__(self) -> None:

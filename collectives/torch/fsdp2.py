@@ -487,9 +487,9 @@ def _check_compression(name: str, how: Compression | None) -> None:
     if isinstance(how, TopK):
         if how.exchange != "auto":
             raise UsageError(f"exchange of TopK must be auto with FSDP2, got {how.exchange!r}; leave it out")
-        if how.density == "auto":
+        if how.density == "auto" or isinstance(how.density, dict):
             raise UsageError(
-                "density of TopK must be a number or a function of the step with FSDP2, got 'auto'"
+                f"density of TopK must be a number or a function of the step with FSDP2, got {how.density!r}"
             )
         if how.per != "bucket":
             raise UsageError(f"per of TopK must be bucket with FSDP2, got {how.per!r}; leave it out")

@@ -31,7 +31,12 @@ from collectives.sparse.residuals import finite_residual
 from collectives.torch.bucket_exchange import BuiltInBucketExchange, DdpBucketExchange, give_unused_rows
 from collectives.torch.joining import restore_state, saved_state, state_signature
 from collectives.torch.mode_exchange import ModeExchange
-from collectives.torch.parameter_residuals import ParameterNumbers, ParameterResidual, tensors_of
+from collectives.torch.parameter_residuals import (
+    ParameterNumbers,
+    ParameterResidual,
+    named_tensors_of,
+    tensors_of,
+)
 from collectives.torch.plan_agreement import PlanAgreement, agreed_plan, agreed_settings, gather_by
 from collectives.torch.process_group import ProcessGroupTopoplan
 from collectives.torch.recovery import (
@@ -48,7 +53,9 @@ from collectives.training.checkpoint_state import (
     EMPTY_STATE,
     OUTER_STATE,
     check_list_of_states,
+    check_states,
     describe_state,
+    listed_states,
     unscaled_state,
     warn_of_unused_state,
 )
@@ -110,9 +117,10 @@ class HookState:
         `ASP` travel without it, and the pull of a proximal `LocalSGD` is multiplied by it. Without it, residuals of
         one scale are added to gradients of another. If an average is not finite, all ranks see that, and residuals are
         as before the step, which GradScaler skips on all ranks.
-    parameters : iterable of Parameter, optional
+    parameters : iterable of Parameter, or of pairs of a name and a Parameter, optional
         The model's, in the order by which a checkpoint numbers them. By default they are numbered as the first step
-        brings them: the same for the same model and ``bucket_cap_mb``.
+        brings them: the same for the same model and ``bucket_cap_mb``. Pairs, as of ``model.named_parameters()``, have
+        the names for `TopK` with densities by name.
     group : ProcessGroup, optional
         The default group if it is left out; a gloo group for tensors on the CPU, an NCCL group for those on GPUs. With
         an NCCL group, gradients are exchanged over a new group of the same ranks, so that DDP and the model
@@ -181,7 +189,7 @@ class HookState:
         sync: Mode | str | None = None,
         fault_tolerance: Shrink | None = None,
         loss_scale: GivenScale | None = None,
-        parameters: Iterable[torch.nn.Parameter] | None = None,
+        parameters: Iterable[torch.nn.Parameter] | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
         group: dist.ProcessGroup | None = None,
         timeout: float = 30.0,
         shared: bool = True,
@@ -190,11 +198,10 @@ class HookState:
         **deprecated: Unpack[DeprecatedOptions],
     ) -> None:
         warn_of_deprecated("HookState", deprecated, quiet=dist.is_initialized() and dist.get_rank() > 0)
-        listed = None if parameters is None else tensors_of(parameters)
-        given = {
-            name: value for name, value in locals().items() if name not in ("self", "listed", "deprecated")
-        }
-        self._arguments: dict[str, Any] = {**given, "parameters": listed}
+        given = {name: value for name, value in locals().items() if name not in ("self", "deprecated")}
+        listed, names = (None, None) if parameters is None else named_tensors_of(parameters)
+        pairs = listed if listed is None or names is None else list(zip(names, listed, strict=True))
+        self._arguments: dict[str, Any] = {**given, "parameters": pairs}
         if group is not None and dist.is_initialized() and group is dist.group.WORLD:
             self._arguments["group"] = None  # of any process
         self._copied: dict[str, Any] | None = None
@@ -210,7 +217,13 @@ class HookState:
                 deprecated, compression=compression, sync=sync, fault_tolerance=fault_tolerance
             )
             self._arguments |= {"compression": how, "sync": mode, "fault_tolerance": shrink}
-            made = ExchangeSettings(how, mode_of(mode, "sync"), shrinks=shrink is not None)
+            made = ExchangeSettings(how, mode_of(mode, "sync"), shrinks=shrink is not None, names=names)
+            if made.top_k is not None and isinstance(made.top_k.density, dict):
+                if names is None:
+                    raise UsageError(
+                        "densities by name need names; give HookState(parameters=model.named_parameters())"
+                    )
+                made.top_k.check_names(names)
             if shrink is not None and not isinstance(made.mode, BSP):
                 raise UsageError(
                     f"fault_tolerance=Shrink() needs steps that wait for all ranks, got sync "
@@ -443,7 +456,7 @@ class HookState:
             self.buckets.check_has_it()
         comm = self.communicator
         gather = gather_by(self.group) if comm is None else comm._gather_texts
-        states = [state] if isinstance(state, Mapping) else list(state)
+        states = listed_states(state)
         check_on_all(gather, lambda: self._check_states(states))
         state = states[0]
         if "format" not in state:
@@ -486,6 +499,7 @@ class HookState:
         warn_of_unused_state(lost, why)
 
     def _check_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        check_states(states)
         for one in states:
             self._check_state(one)
         check_list_of_states([one["ranks"] for one in states], self.size)
@@ -504,7 +518,8 @@ class HookState:
         if isinstance(self.mode, OuterMode) and "outer" in state:
             check_rounds_in_flight(state["outer"], self.mode)
         if state["ranks"] == self.size:
-            check_saved_estimates(state.get("filters", EMPTY_STATE), self._ef21)
+            filters = state.get("filters", EMPTY_STATE)
+            check_saved_estimates(filters, self._ef21, residuals=bool(state["residuals"]))
         if state["momentum"] != self.momentum:
             raise UsageError(
                 f"the state must be of momentum {self.momentum}, got {state['momentum']}; use the same"
@@ -650,9 +665,10 @@ class HookState:
     def __deepcopy__(self, memo: dict[int, Any]) -> "HookState":
         arguments = dict(self._arguments)
         if (listed := arguments["parameters"]) is not None:
-            arguments["parameters"] = [
-                memo.get(id(one), one) for one in listed
-            ]  # parameters of a model copied with it
+            arguments["parameters"] = [  # parameters of a model copied with it
+                (one[0], memo.get(id(one[1]), one[1])) if isinstance(one, tuple) else memo.get(id(one), one)
+                for one in listed
+            ]
         made: HookState = HookState.__new__(HookState)
         made._init_copy(arguments, self.state_dict(), self._changed, self._without_scale)
         memo[id(self)] = made

@@ -279,6 +279,19 @@ def gradient_view(line: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return line.as_strided(parameter.shape, parameter.stride()) if dense else line.view(parameter.shape)
 
 
+def named_tensors_of(parameters: object) -> tuple[list[torch.Tensor], tuple[str, ...] | None]:
+    """Return the parameters, and their names if they are pairs, as of ``model.named_parameters()``.
+
+    >>> named_tensors_of(torch.nn.Linear(3, 2).named_parameters())[1]
+    ('weight', 'bias')
+    """
+    listed = list(parameters) if isinstance(parameters, Iterable) else parameters
+    pairs = listed if isinstance(listed, list) and not isinstance(parameters, torch.Tensor | str) else []
+    if pairs and all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) for one in pairs):
+        return tensors_of([one for _, one in pairs]), tuple(name for name, _ in pairs)
+    return tensors_of(listed if pairs else parameters), None
+
+
 def tensors_of(parameters: object) -> list[torch.Tensor]:
     """Return the parameters as a list.
 

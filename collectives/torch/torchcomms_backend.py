@@ -9,16 +9,20 @@ base does not hand to Python.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from operator import index
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from collectives.peers.agreement import gather_or_raise
+from collectives.torch.plan_agreement import gather_over
 from collectives.torch.process_group import ProcessGroupTopoplan, check_ranks, inner_groups, renewed
 from topoplan.errors import UsageError
 
@@ -113,17 +117,12 @@ class TorchcommsBackend:
     def split(self, ranks: Sequence[int], name: str, options: Any) -> TorchcommsBackend | None:
         """Return the back end of some ranks in their order, with a plan of its own; None on a rank that lists none.
 
-        Raises `UsageError` on a rank that is not among its `ranks`.
+        All ranks call it. Raises `UsageError` on all of them, with the same text, if a rank is not among its `ranks`,
+        or one of these lists others.
         """
-        ranks = list(ranks)
+        ranks = self._agreed_split(ranks)
         if not ranks:
             return None
-        check_ranks(ranks, self.get_size())
-        if self.get_rank() not in ranks:
-            raise UsageError(
-                f"rank {self.get_rank()} must be among the ranks {ranks} of its new communicator; pass an empty list "
-                "on ranks that get none"
-            )
         assert self._store is not None, "`finalize` was not called"
         made = type(self)()
         made._place = ranks.index(self.get_rank()), len(ranks)
@@ -131,6 +130,34 @@ class TorchcommsBackend:
         members = [self._group.members[rank] for rank in ranks]
         made._open(store, name, members, options.timeout, self._group._job_size)
         return made
+
+    def _agreed_split(self, ranks: Sequence[int]) -> list[int]:
+        rank, size = self.get_rank(), self.get_size()
+
+        def text() -> str:
+            try:
+                listed = list(map(index, ranks))
+            except TypeError:
+                raise UsageError(f"ranks must be a list of ranks, got {ranks!r}") from None
+            if listed:
+                check_ranks(listed, size)
+            if listed and rank not in listed:
+                raise UsageError(
+                    f"rank {rank} must be among the ranks {listed} of its new communicator; pass an empty list on "
+                    "ranks that get none"
+                )
+            return json.dumps(listed)
+
+        device = torch.device("cpu" if "cpu" in self._group.served else "cuda")
+        lists = list(map(json.loads, gather_or_raise(gather_over(self._group.inner, device), text)))
+        for lister, listed in enumerate(lists):
+            for other in listed:
+                if lists[other] != listed:
+                    raise UsageError(
+                        f"rank {other} must list the ranks {listed} as rank {lister} does, got {lists[other]}; give "
+                        "all ranks of a new communicator the same list"
+                    )
+        return list(lists[rank])
 
     def send(self, tensor: torch.Tensor, dst: int, async_op: bool) -> Any:
         return _ended(self._group.send([tensor], self._peer(dst, "dst"), 0), async_op)

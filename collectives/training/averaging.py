@@ -210,7 +210,7 @@ class InStepAverager(Averager):
         nbytes = nbytes_of(comm, gradients)
         handle: Handle[Any]
         try:
-            density = 1.0 if sparse is None else sparse.at(step)
+            density = 1.0 if sparse is None else sparse.at(step, self.settings.names_of(parts))
             layers = None if sparse is None else sparse.layers(parts)
             scale = self.scale if self.filters or sparse is not None else 1.0
         except UsageError as error:
@@ -221,14 +221,16 @@ class InStepAverager(Averager):
             bound = math.inf if chosen.plan is None else chosen.plan.bound
             if chosen.exchange == "dense":
                 return _note(1.0, chosen.exchange, bound)
+            size = elements_of(comm, gradients)
             if density != "auto":
-                self._tell_of_dense(key, chosen, elements_of(comm, gradients))
+                self._tell_of_dense(key, chosen, size)
             one = gradients if comm.one_rank else gradients[0]
             dtype = "float64" if comm.arrays.dtype(one) == "float64" else "float32"  # as entries travel
-            wire, size = None if sparse is None else sparse.wire, elements_of(comm, gradients)
+            wire = None if sparse is None else sparse.wire
+            share = chosen.entries / max(size, 1) if isinstance(density, tuple) else density
             gave = message_bytes(chosen.entries, size=size, dtype=dtype, wire=wire)
             return {
-                **_note(AUTO_DENSITY if density == "auto" else density, chosen.exchange, bound),
+                **_note(AUTO_DENSITY if share == "auto" else share, chosen.exchange, bound),
                 "sent": gave / max(nbytes, 1),
             }
 
@@ -279,7 +281,11 @@ class InStepAverager(Averager):
             note = None
             if not isinstance(found, Handle):
                 chosen = comm.exchange_for(
-                    gradients, density=density, exchange=sparse.exchange, wire=sparse.wire, layers=layers
+                    gradients if changes is None else changes.arrays,
+                    density=density,
+                    exchange=sparse.exchange,
+                    wire=sparse.wire,
+                    layers=layers,
                 )
                 note = sparse_note(chosen)
 

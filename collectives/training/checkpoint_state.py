@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -241,6 +241,20 @@ def warn_of_unused_state(lost: Sequence[str], why: str) -> None:
     """Warn once of the parts of a checkpoint, texts of `describe_state`, that a restored run does not use."""
     if listed := [one for one in lost if one]:
         warnings.warn(f"{why}: {', '.join(listed)} of the checkpoint are not used", stacklevel=3)
+
+
+def listed_states(given: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return a state, or a list of states, as a list; `check_states` looks at them."""
+    return list(given) if isinstance(given, list | tuple) else [cast("Mapping[str, Any]", given)]
+
+
+def check_states(states: Sequence[object]) -> None:
+    """Raise `UsageError` for anything that no `state_dict` returns."""
+    for one in states:
+        if not isinstance(one, Mapping):
+            raise UsageError(
+                f"a state must be what state_dict returned, got a {type(one).__name__}; load that"
+            )
 
 
 def check_list_of_states(ranks: Sequence[int], present: int) -> None:

@@ -9,10 +9,11 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
-from collectives.sparse.exchange_choice import AUTO_DENSITY, check_exchange
+from collectives.sparse.exchange_choice import check_exchange, check_wire
 from collectives.sparse.selection.error_feedback import checked_density, checked_momentum
 from collectives.training.common_rows import CommonRows
 from collectives.training.gradient_filters import Cast, Quantize, Threshold
@@ -32,8 +33,11 @@ class HasScale(Protocol):
         """Return the loss scale."""
 
 
-Density = float | Callable[[int], float] | Literal["auto"]
-"""Share of the elements that is exchanged, a function of the step (`collectives.warm_up_density`), or "auto"."""
+Share = float | Callable[[int], float]
+"""Share of the elements that is exchanged, or a function of the step (`collectives.warm_up_density`)."""
+
+Density = Share | Literal["auto"] | Mapping[str, Share]
+"""A share, "auto", or shares by patterns of names of parameters."""
 
 GivenScale = float | Callable[[], float] | HasScale
 """The loss scale of gradients, or what returns it in each step."""
@@ -88,9 +92,12 @@ class TopK:
 
     Parameters
     ----------
-    density : float, callable from step to float, or "auto"
+    density : float, callable from step to float, "auto", or mapping of str to float or callable
         Share of the entries that every rank sends, above 0 and at most 1. "auto" sends 1 % of a bucket if the model
-        finds that faster than dense, the selection on the host included, and else all of it.
+        finds that faster than dense, the selection on the host included, and else all of it. A mapping has shares by
+        patterns (`fnmatch`) of the names of parameters, of which the first that matches holds; each parameter then
+        sends its own share, as with ``per="layer"``. Names are those of ``HookState(parameters=
+        model.named_parameters())``, or in a plain loop the numbers of parameters, "0" for the first.
     exchange, momentum, wire
         As in `Communicator.sparse_all_reduce`: how entries travel, momentum correction, and the encoding of entries.
     per : str
@@ -108,6 +115,8 @@ class TopK:
     --------
     >>> TopK(0.01).density, TopK(lambda step: 0.25 if step < 100 else 0.01).at(0)
     (0.01, 0.25)
+    >>> TopK({"embedding*": 0.001, "*": 0.01}).at(0, ["embedding.weight", "head.bias"])
+    (0.001, 0.01)
     """
 
     density: Density
@@ -121,6 +130,10 @@ class TopK:
     def __post_init__(self) -> None:
         if self.per not in ("bucket", "layer", "model"):
             raise UsageError(f"per of TopK must be bucket, layer or model, got {self.per!r}; leave it out")
+        if isinstance(self.density, Mapping):
+            self._check_patterns(self.density)
+            object.__setattr__(self, "density", dict(self.density))
+            object.__setattr__(self, "per", "layer")
         check_exchange(self.exchange)
         checked_momentum(self.momentum)
         if self.per == "layer" and self.exchange not in ("auto", "dense", "pairs", "hashed"):
@@ -140,23 +153,24 @@ class TopK:
                     "ef21 has a momentum of its own, and clip would bound changes; leave these out"
                 )
             object.__setattr__(self, "ef21", float(self.ef21))  # ranks and checkpoints compare its text
-        if not callable(self.density) and self.density != "auto":
+        if not (callable(self.density) or isinstance(self.density, dict) or self.density == "auto"):
             checked_density(self.density)
             if isinstance(self.density, int):
                 warnings.warn(
                     "density 1 sends all entries; 1 % is TopK(0.01), and all are TopK(1.0)", stacklevel=3
                 )
-        from collectives.sparse.codec import WireFormat
-
-        if not isinstance(self.wire, WireFormat | None):
-            raise UsageError(
-                f"wire must be a WireFormat, got {self.wire!r}; give for example "
-                "collectives.sparse.codec.WireFormat(values='float16')"
-            )
+        check_wire(self.wire)
 
     def __str__(self) -> str:
         """Return the text that ranks compare; a density by function is that of step 0."""
         density = f"{self.at(0)} at step 0" if callable(self.density) else f"{self.density}"
+        if isinstance(self.density, dict):
+            found = {
+                pattern: f"{self._share(one, 0)}" + " at step 0" * callable(one)
+                for pattern, one in self.density.items()
+            }
+            density = ", ".join(f"{pattern}: {share}" for pattern, share in found.items())
+            density = f"{{{density}}}"
         more = f", per={self.per!r}" * (self.per != "bucket") + f", clip={self.clip}" * (
             self.clip is not None
         )
@@ -171,18 +185,62 @@ class TopK:
             return None
         return [part.stop - part.start for part in parts]
 
-    def at(self, step: int) -> float | Literal["auto"]:
-        """Return the density of a step, or "auto".
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raise `UsageError` unless every pattern holds for a parameter, and every parameter has one."""
+        if not isinstance(self.density, dict):
+            return
+        held = {self._pattern_of(name) for name in names}
+        listed = ", ".join(names[:4]) + ", …" * (len(names) > 4)
+        for pattern in self.density:
+            if pattern not in held:
+                raise UsageError(
+                    f"pattern {pattern!r} of TopK must match a parameter that no earlier pattern matches, got none of "
+                    f"{listed}; leave it out, or put it first"
+                )
 
-        Raises `UsageError` if the function raises, or returns a number out of range.
+    def at(
+        self, step: int, names: Sequence[str] | None = None
+    ) -> float | Literal["auto"] | tuple[float, ...]:
+        """Return the density of a step, or "auto"; if it is by name, that of each parameter.
+
+        Raises `UsageError` if a function raises, or returns a number out of range, or no pattern matches a name.
         """
-        if not callable(self.density):
-            return self.density
+        if isinstance(self.density, dict):
+            assert names is not None, "parameters are known"
+            return tuple(self._share(self.density[self._pattern_of(name)], step) for name in names)
+        return "auto" if self.density == "auto" else self._share(self.density, step)  # type: ignore[arg-type]
+
+    def _share(self, found: Share, step: int) -> float:
+        if not callable(found):
+            return found
         try:
-            found = self.density(step)
+            share = found(step)
         except Exception as error:
             raise UsageError(f"density({step}) raised {type(error).__name__}: {error}") from error
-        return checked_density(found, f"density({step})")
+        return checked_density(share, f"density({step})")
+
+    def _pattern_of(self, name: str) -> str:
+        assert isinstance(self.density, dict), "densities are by name"
+        for pattern in self.density:
+            if fnmatchcase(name, pattern):
+                return str(pattern)
+        raise UsageError(
+            f"parameter {name} must match a pattern of TopK, got {', '.join(map(repr, self.density))}; add '*' as the "
+            "last one"
+        )
+
+    def _check_patterns(self, shares: Mapping[str, Share]) -> None:
+        if self.per == "model":
+            raise UsageError("densities by name select in each parameter, got per='model'; leave it out")
+        if not shares:
+            raise UsageError("densities by name must have a pattern, got none; give for example {'*': 0.01}")
+        for pattern, share in shares.items():
+            if not isinstance(pattern, str):
+                raise UsageError(
+                    f"patterns of TopK must be texts, got {pattern!r}; give for example 'embedding*'"
+                )
+            if not callable(share):
+                checked_density(share, f"density of {pattern!r}")
 
 
 Compression = TopK | CommonRows | LowRank | Quantize | Threshold | Cast
@@ -352,13 +410,15 @@ def current_options(
 class ExchangeSettings:
     """Settings of the exchange of gradients, the same on all ranks.
 
-    `compression` is None for dense gradients; `shrinks` says whether the survivors of a failed rank continue. Raises
-    `UsageError` if they exclude each other.
+    `compression` is None for dense gradients; `shrinks` says whether the survivors of a failed rank continue. `names`
+    are those of the parameters, by number; None if these have no others. Raises `UsageError` if settings exclude each
+    other.
     """
 
     compression: Compression | None = None
     mode: Mode = field(default_factory=BSP)
     shrinks: bool = False
+    names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         how = self.compression
@@ -389,7 +449,15 @@ class ExchangeSettings:
         """The settings of the filter of dense gradients; None without one."""
         return None if isinstance(self.compression, TopK) else self.compression
 
-    def density_at(self, step: int) -> float:
-        """Return the density of a step, as `TopK.at`, or that of "auto"; 1 for dense gradients."""
-        found = 1.0 if self.top_k is None else self.top_k.at(step)
-        return AUTO_DENSITY if found == "auto" else found
+    def names_of(self, parts: Sequence[BucketPart] | None) -> list[str] | None:
+        """Return the names of the parameters of a bucket, whose parts end in their numbers; None if none is needed."""
+        if parts is None or self.top_k is None or not isinstance(self.top_k.density, dict):
+            return None
+        numbers = [int(part.name.rpartition(" ")[2]) for part in parts]
+        if self.names is None:
+            return [f"{number}" for number in numbers]
+        if (last := max(numbers, default=0)) >= len(self.names):
+            raise UsageError(
+                f"parameter {last} has no name, of {len(self.names)}; give parameters=model.named_parameters()"
+            )
+        return [self.names[number] for number in numbers]

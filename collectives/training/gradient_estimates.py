@@ -110,13 +110,13 @@ class GradientEstimates:
         return distribute_average(comm, values, changes.given, out, self.memory)
 
 
-def check_saved_estimates(state: Mapping[str, Any], momentum: float | None) -> None:
-    """Raise `UsageError` if the filter state of a checkpoint has estimates, or none, unlike the present settings.
+def check_saved_estimates(state: Mapping[str, Any], momentum: float | None, *, residuals: bool) -> None:
+    """Raise `UsageError` if a checkpoint has other estimates than the present settings, or residuals of none.
 
-    Residuals alone are of no use to the others: they are what estimates lack.
+    `state` is that of filters, and `residuals` says whether the checkpoint has residuals of top-k. They are of no use
+    to the others: they are what estimates lack. From a checkpoint without both, estimates begin at zero.
     """
     saved, text = str(state["filter"]), GradientEstimates.settings_text(momentum)
-    if saved != text and (saved.startswith(NAME) or text):
-        raise UsageError(
-            f"the state must be of {text or 'no EF21-M'}, got {saved or 'none'}; use the same ef21"
-        )
+    if saved != text and (saved.startswith(NAME) or (text and residuals)):
+        got = saved if saved.startswith(NAME) else "residuals of TopK without it"
+        raise UsageError(f"the state must be of {text or 'no EF21-M'}, got {got}; use the same ef21")

@@ -31,7 +31,9 @@ from collectives.training.checkpoint_state import (
     EMPTY_STATE,
     OUTER_STATE,
     check_list_of_states,
+    check_states,
     describe_state,
+    listed_states,
     pack_arrays,
     send_to_joining_ranks,
     unpack_arrays,
@@ -199,6 +201,8 @@ class GradientSynchronizer:
             self._on_change, self._notes = None if shrink is None else shrink.on_change, 0
             with self._refuse_on_error("making the synchronizer"):
                 self._shapes = GradientShapes(parameters, comm.ranks, comm.one_rank, comm.arrays)
+                if how.top_k is not None:
+                    how.top_k.check_names([f"{number}" for number in range(len(self._shapes))])
                 if how.top_k is not None and how.top_k.per == "model":
                     bucket_bytes = sys.maxsize
                 self.buckets = buckets_of(self._shapes.gradients, bucket_bytes=bucket_bytes)
@@ -532,7 +536,7 @@ class GradientSynchronizer:
             raise UsageError(
                 "this rank has joined and gets the state of the others; call grow in place of load_state_dict"
             )
-        states = [state] if isinstance(state, Mapping) else list(state)
+        states = listed_states(state)
         check_on_all(self.communicator._gather_texts, lambda: self._check_states(states))
         state = states[0]
         same = self._identity()
@@ -572,6 +576,7 @@ class GradientSynchronizer:
         self.recorder.step = self._confirmed_step = int(state["step"])
 
     def _check_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        check_states(states)
         for one in states:
             self._check_state(one)
         check_list_of_states([one["ranks"] for one in states], self.communicator.size)
@@ -599,7 +604,8 @@ class GradientSynchronizer:
         if isinstance(self.mode, OuterMode) and "outer" in state:
             check_rounds_in_flight(state["outer"], self.mode)
         if state["ranks"] == same["ranks"]:
-            check_saved_estimates(state.get("filters", EMPTY_STATE), self._ef21)
+            filters = state.get("filters", EMPTY_STATE)
+            check_saved_estimates(filters, self._ef21, residuals=bool(state["residuals"]))
         if state["ranks"] == same["ranks"] and tuple(state.get("held", ranks)) != tuple(ranks):
             raise UsageError(
                 f"the state is that of ranks {list(state['held'])}, and this process has {list(ranks)}; every process "
@@ -648,7 +654,7 @@ class GradientSynchronizer:
                 given = lines[0] if comm.one_rank else lines
                 comm.exchange_for(
                     given,
-                    density=sparse.at(0),
+                    density=sparse.at(0, how.names_of(memory[-1].parts)),
                     exchange=sparse.exchange,
                     wire=sparse.wire,
                     layers=sparse.layers(memory[-1].parts),

@@ -545,8 +545,16 @@ def an_argument_of_another_kind_is_one_clear_error() -> None:
             "parameters must be tensors, got a Branches; give model.parameters()",
         ),
         (
-            lambda: hook(parameters=network.named_parameters()),
+            lambda: hook(parameters=[*network.named_parameters(), *network.parameters()]),
             "parameters must be tensors, got a tuple; give model.parameters()",
+        ),
+        (
+            lambda: hook(compression=TopK({"*": 0.01})),
+            "densities by name need names; give HookState(parameters=model.named_parameters())",
+        ),
+        (
+            lambda: hook(compression=TopK({"*": 0.01, "no*": 0.1}), parameters=network.named_parameters()),
+            "pattern 'no*' of TopK must match a parameter that no earlier pattern matches, got none of ",
         ),
         (
             lambda: Lars(like(), lr=0.1, communicator="mpi"),  # type: ignore[arg-type]

@@ -268,6 +268,41 @@ def a_copied_or_pickled_state_continues_with_the_same_bits() -> None:
 
 
 @scenario(2)
+def densities_by_name_are_those_of_the_first_pattern_that_matches() -> None:
+    """Equal ones are those of layers, also in a copy and from a checkpoint; one of 1 sends all of its parameters."""
+    ends = []
+    for density, copied in ((0.2, False), ({"*": 0.2}, False), ({"*": lambda step: 0.2}, True)):
+        network = Small()
+        model = DistributedDataParallel(network)
+        how: Any = TopK(density, per="layer")
+        state = HookState(compression=how, parameters=network.named_parameters())
+        model.register_comm_hook(state, topoplan_hook)
+        steps(model, 0, 4)
+        saved = state.state_dict()
+        if copied:
+            model, twin = DistributedDataParallel(network), copy.deepcopy(state)
+            state.close()
+            model.register_comm_hook(twin, topoplan_hook)
+            twin.load_state_dict(saved)
+            state = twin
+        steps(model, 4, 7)
+        state.close()
+        ends.append(bits(network))
+    assert ends[0] == ends[1] == ends[2]
+    for names, wanted in (({"*.weight": 0.01, "*": 1.0}, [False, True]), ({"*": 1.0}, [True, True])):
+        linear = nn.Sequential(nn.Linear(16, 8))
+        model = DistributedDataParallel(linear)
+        state = HookState(compression=TopK(names), parameters=linear.named_parameters())
+        model.register_comm_hook(state, topoplan_hook)
+        model(torch.ones(1, 16) + dist.get_rank()).square().sum().backward()
+        full = [bool(one.grad is not None and one.grad.ne(0).all()) for one in linear.parameters()]
+        assert full == wanted, names
+        (record,) = state.recorder.exchanges()
+        assert record.density == (sum(map(round, (0.01 * 128, 8))) / 136 if wanted != [True, True] else 1.0)
+        state.close()
+
+
+@scenario(2)
 def a_copied_state_needs_its_loss_scale_and_no_group() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaled = HookState(compression=TopK(0.2), loss_scale=scaler)

@@ -71,13 +71,15 @@ def of_all(results: list[Any]) -> list[Any]:
     return results
 
 
-def in_shared_memory(plan: Plan, work: Callable[[Communicator, int], Any], **options: Any) -> list[Any]:
+def in_shared_memory(
+    plan: Plan, work: Callable[[Communicator, int], Any], *, timeout: float = 30.0, **options: Any
+) -> list[Any]:
     """What each rank's thread returns, with a communicator of ranks that share memory."""
     size = len(plan.ranks)
     meeting = Meeting(size)
 
     def one(rank: int) -> Any:
-        backend = SharedBackend(meeting.gather(rank), rank=rank, size=size)
+        backend = SharedBackend(meeting.gather(rank), rank=rank, size=size, timeout=timeout)
         with Communicator(plan, backend, **options) as comm:
             return work(comm, rank)
 

@@ -409,7 +409,7 @@ def _late_facts(held: LatePlan) -> list[tuple[str, str]]:
         ),
         (
             "back ends",
-            "" if kept else "tcp runs it as planned; shared moves nothing before the last rank comes",
+            "" if kept else "tcp runs it as planned; shared adds up the other ranks' buffers first, from 8MB",
         ),
     ]
 

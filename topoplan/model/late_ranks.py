@@ -16,7 +16,7 @@ d. On p equal ports of a switch both are one buffer at full rate, which t reache
 come together needs 2 (p - 1) / p.
 
 The times are those of engines whose ranks start without the others, as those of the tcp back end do. Ranks of the
-shared back end meet before each collective, so there no byte moves before the last rank comes.
+shared back end have no links: the others add up their buffers before the late one comes, each rank its part.
 
 Absent: reduce, reduce_scatter and broadcast, which gain nothing on a switch: the bound of this kind is there the time
 of the usual plan.
@@ -40,7 +40,7 @@ from topoplan.model.dataflow import dataflow
 from topoplan.model.event_simulation import run_events
 from topoplan.plans.build import Allocation
 from topoplan.plans.loads import edge_links, link_loads, rate_of_loads
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import LATE, Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 from topoplan.plans.verify import verify
 from topoplan.schedules.routes import DirectRoutes, edge_along
@@ -50,10 +50,6 @@ from topoplan.solve.planner import plan as plan_together
 from topoplan.solve.simplex.exact_simplex import PackingSimplex
 from topoplan.solve.simplex.guided_simplex import GuidedSimplex
 from topoplan.units import exact, nearest_float, parse_size
-
-LATE = "late ranks"
-"""Schedule and method of such plans."""
-
 
 DELAY_PARTS = 64
 """Parts of the time of the usual plan to which the delay is rounded for the program of shares."""

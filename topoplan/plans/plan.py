@@ -87,6 +87,9 @@ PLAN_KEYS = (
 )
 """Keys of a plan file; ``plan --json`` adds the last line, which follows from the other keys."""
 
+LATE = "late ranks"
+"""The schedule and method of plans for ranks that come late (`topoplan.plan_late`)."""
+
 TREES = "trees"
 """The schedule of packed trees, as plans and options name it; `topoplan.schedules.registry` has the others."""
 
@@ -749,7 +752,7 @@ def check_collective(collective: str) -> str:
     """
     import difflib
 
-    name = collective.lower().replace("-", "_")
+    name = collective.lower().replace("-", "_") if isinstance(collective, str) else ""
     name = _COLLECTIVE_ALIASES.get(name, name)
     if name not in ALL_COLLECTIVES:
         near = difflib.get_close_matches(name, ALL_COLLECTIVES, n=1)

@@ -3,6 +3,8 @@
 - One hop: one star for each rank with 1/N of the buffer (allreduce, allgather, reduce-scatter), or the root's star.
   Behind one switch with equal ports the stars of all ranks also reach the optimum (Blink 3.5, for DGX-2). It needs a
   route without a third rank between any two.
+- Spread one hop: the same stars for an allreduce, with the shares of the greatest rate; of these the ones that fill the
+  other links least, so that a slow link does not wait at a port that the fast ones fill.
 - Lowest tree: the buffer in one piece along a breadth-first tree of shortest paths; an allreduce takes the root with
   the shortest way up and down, then the highest rate; a rank's parent is the one with the least full link.
 - One-shot: every rank sends its whole buffer to all others, and each adds everything up in the order of the senders,
@@ -18,17 +20,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from math import lcm
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import TopologyLike
 from topoplan.plans.build import Allocation, stage_order, trivial_plan
-from topoplan.plans.loads import forest_rate
-from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan
+from topoplan.plans.loads import forest_rate, link_loads
+from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan, check_collective
 from topoplan.plans.shards import Edge, Shard, Stage
 from topoplan.schedules.routes import LeastLoaded
 from topoplan.schedules.sparse_plan import exchanging_servers
-from topoplan.solve.cuts_and_partitions import bounded_plan
+from topoplan.solve.cuts_and_partitions import bounded_plan, whole_capacities
+from topoplan.solve.simplex.exact_simplex import PackingSimplex
 
 
 def lowest_tree(
@@ -255,6 +259,88 @@ def one_hop_plan(
             stages.append(Stage(op, centre, edges))
         shards.append(Shard(share, tuple(stages)))
     return bounded_plan(fabric, collective, shards, "one-hop", root=rank).timed(time.perf_counter() - started)
+
+
+SPREAD = "spread-one-hop"
+
+MOST_LEVELS = 256
+"""Kinds of links up to which the search of shares settles all: 64 ports of unlike rates take 8 s."""
+
+
+def spread_one_hop(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """Return the stars of `one_hop_plan` for an allreduce with the shares of the greatest rate, spread evenly.
+
+    The shares are max-min fair: links that limit the rate of all shares are settled, the others are filled least, and
+    so on. Behind one switch with a slow port each rank with a full port has the same share, none waits for another's
+    port, and the rate is that of packed trees. Parameters and errors as of `one_hop_plan`.
+
+    See Also
+    --------
+    topoplan.one_hop_plan
+
+    Examples
+    --------
+    Four servers, of which the last has a NIC at a quarter of the rate:
+
+    >>> import topoplan
+    >>> slow = topoplan.cluster([topoplan.Server(topoplan.load("mac-tb5"), count=4)], nic_gbps=80)
+    >>> slow = slow.degrade_links({"s3.nic0-switch0": 2.5})
+    >>> plan = spread_one_hop(slow)
+    >>> [str(shard.share) for shard in plan.shards], plan.rate, plan.bound
+    (['1/3', '1/3', '1/3'], 2.5, 2.5)
+    """
+    started = time.perf_counter()
+    if check_collective(collective) != "allreduce":
+        raise UsageError(f"{SPREAD} is for all_reduce, got {collective}; use one-hop")
+    even = one_hop_plan(topology, collective, gpus=gpus, root=root, channels=channels)
+    if len(even.shards) < 2:
+        return replace(even, schedule=SPREAD, method=SPREAD)
+    fabric = Fabric(even.topology, even.channels)
+    shares = _spread_shares(fabric, even.shards)
+    shards = [
+        replace(shard, share=share) for shard, share in zip(even.shards, shares, strict=True) if share > 0
+    ]
+    return bounded_plan(fabric, "allreduce", shards, SPREAD).timed(time.perf_counter() - started)
+
+
+def _spread_shares(fabric: Fabric, shards: Sequence[Shard]) -> list[Fraction]:
+    """Return max-min fair shares: the part of a link that is filled is least where it is greatest, then elsewhere.
+
+    With all shares together 1, a settled link has fill <= T, so the sum of (fill - T) times its share is at most 0, and
+    the program finds the least T of the others. A link with a dual value above zero is full in every solution. Links
+    that every star fills alike are one row.
+    """
+    capacity, _ = whole_capacities(fabric)
+    loads = [link_loads([replace(shard, share=Fraction(1))], fabric) for shard in shards]
+    fills = {tuple(line[link] / c for line in loads) for link, c in enumerate(capacity)}
+    rows = sorted(row for row in fills if any(row))
+    unit = lcm(*(fill.denominator for row in rows for fill in row))
+    scaled = [[int(fill * unit) for fill in row] for row in rows]
+    settled: dict[int, Fraction] = {}
+    shares: list[Fraction] = []
+    while len(settled) < min(len(rows), MOST_LEVELS):
+        limits, lines = [], []
+        for place, row in enumerate(scaled):
+            most = settled.get(place)
+            limits.append(unit if most is None else 0)
+            lines.append(
+                row if most is None else [fill * most.denominator - most.numerator * unit for fill in row]
+            )
+        program = PackingSimplex(limits)
+        program.add(list(zip(*lines, strict=True)), [1] * len(shards))
+        program.optimise()
+        found, total = program.solution(), program.value
+        shares = [found.get(place, Fraction(0)) / total for place in range(len(shards))]
+        duals, _ = program.duals()
+        settled |= {place: 1 / total for place, dual in enumerate(duals) if dual > 0 and place not in settled}
+    return shares
 
 
 def mesh(

@@ -54,11 +54,13 @@ from topoplan.schedules.hierarchical import (
 from topoplan.schedules.low_latency import (
     ONE_SHOT,
     ONE_SHOT_SERVERS,
+    SPREAD,
     lowest_tree,
     mesh,
     one_hop_plan,
     one_shot_plan,
     one_shot_servers,
+    spread_one_hop,
 )
 from topoplan.schedules.parameter_server import parameter_server
 from topoplan.schedules.ring import ring_plan
@@ -291,6 +293,7 @@ _KNOWN = (
         over=ONE_FABRIC,
         timed=False,
     ),
+    Schedule(SPREAD, spread_one_hop, collectives=_ALLREDUCE, timed=False),
     _across("two-level", two_level, collectives=_ONE_TREE, timed=False),
 )
 

@@ -6,6 +6,10 @@ that posts and then looks for sleepers, and one that announces its sleep and the
 between; nothing else does. Every wait ends after a while, so that Python can check whether the peers live; a rank that
 continues to wait then sleeps at once.
 
+If the plan is for a rank that comes late, the others begin before its note: once theirs are there and equal, each adds
+up its part of what the late rank's input is added to, in memory that only it sees. All else waits for all notes, as
+always; a rank that did not begin early adds up everything then.
+
 Joins are numpy's own loops (`numpy_arrays.loop_of`), block by block, so that a sum of many values is read and written
 once. An operation that needs Python ends the call, which continues there when it is called again.
 """
@@ -97,6 +101,13 @@ LONGEST_RESPITE = 320_000_000
     ARRAYS_END,  # of the one for arrays in arenas
     FETCHED_END,  # of the one for inputs in other processes
     INTO_END,  # of the one for such inputs, and results in arenas
+    EARLY_END,  # of the sums before the late rank comes
+    ARRAYS_AFTER,  # of the alternatives that continue from those sums
+    FETCHED_AFTER,
+    INTO_AFTER,
+    LATE,  # 1 + place of the rank without which the others begin, or 0
+    EARLY,  # `NOT_YET`, `EARLY_DONE` or `ALL_AT_ONCE`
+    ALL_CAME,  # when the last note was seen, if that was before the early sums were complete
     ARRAYS,  # this rank's input and result lie in its arena
     INTO,  # its result does
     FETCHES,  # this rank's input may be read
@@ -117,7 +128,7 @@ LONGEST_RESPITE = 320_000_000
     CONTINUES,  # the rank has waited for `LONGEST_WAIT`, and goes on
     TIMES,  # address of `TIMED` words for the agreement and each operation, or 0
     MEMORIES,  # up to `FIRST_ARRAY`
-) = range(30)
+) = range(37)
 
 # the words of a bound program: a frame's first ones, the memories up to `SHOWN`, and these
 (
@@ -142,7 +153,10 @@ NUMBER_END = 24
 TIMED = 3
 """When a rank comes to an operation, when its waits are over, and when it is done, in nanoseconds."""
 
-CLOCK, ARGUMENTS, VECTORS, ARRIVALS, FRAME = 36, 40, 47, 51, 55
+NOT_YET, EARLY_DONE, ALL_AT_ONCE = range(3)
+"""Whether this rank has added up before the late one came."""
+
+CLOCK, ARGUMENTS, VECTORS, ARRIVALS, FRAME = 43, 47, 54, 58, 62
 """The frame's times, arguments of numpy's loops, vectors of reads, and arrivals; from `FRAME` on two memories for each
 rank, the address of its arena and the number of its process.
 
@@ -179,6 +193,10 @@ def run(
         _show(frame, control, own, ranks)
         frame[POSITION] = -1
     if frame[POSITION] == -1:
+        if frame[LATE] and frame[EARLY] == NOT_YET:
+            if not _wait(frame, control, own, ranks, -1 - frame[LATE], frame[AGREEMENT]):
+                return WAITING
+            _begin_early(operations, inputs, frame, control, own, ranks)
         if not _wait(frame, control, own, ranks, -1, frame[AGREEMENT]):
             return WAITING
         notes = NOTE + frame[AGREEMENT] % 2 * LENGTH
@@ -188,20 +206,22 @@ def run(
         _note_time(frame, -1, 2)
         if frame[ARRIVALS + 3] > 0:
             calls = load_word(frame[ARRIVALS + 2])
-            store_word(frame[ARRIVALS + 1] + 8 * (calls % frame[ARRIVALS + 3]), _now(frame) - frame[ARRIVALS])
+            came = frame[ALL_CAME] or _now(frame)
+            store_word(frame[ARRIVALS + 1] + 8 * (calls % frame[ARRIVALS + 3]), came - frame[ARRIVALS])
             store_word(frame[ARRIVALS + 2], calls + 1)
         frame[POSITION] = 0
         parity = frame[AGREEMENT] % 2
+        after = frame[EARLY] == EARLY_DONE
         if frame[ARRAYS] and _all_set(control, ranks, GIVEN + parity, TAKEN + parity):
             _take_arrays(frame, control, ranks)
-            frame[POSITION], frame[END] = frame[END], frame[ARRAYS_END]
+            first = EARLY_END if after else END
+            frame[POSITION], frame[END] = frame[first], frame[first + 1]
         elif frame[FETCHES] and _all_set(control, ranks, LYING + parity, LYING + parity):
             into = frame[INTO] != 0 and _all_set(control, ranks, TAKEN + parity, TAKEN + parity)
             if into:
                 _take_arrays(frame, control, ranks)
-            for place in range(ranks):
-                frame[FRAME + place] = load_word(control + place * PAGE + 8 * (LYING + parity))
-            first = FETCHED_END if into else ARRAYS_END
+            _take_addresses(frame, control, ranks)
+            first = (ARRAYS_AFTER if after else ARRAYS_END) + into
             frame[POSITION], frame[END] = frame[first], frame[first + 1]
             frame[BLOCK_BYTES] = FETCHED_BLOCK
     while frame[POSITION] < frame[END]:
@@ -227,6 +247,48 @@ def run(
         if post > 0:
             _post(frame, control, own, ranks, frame[BASE] + post)
     return ENDED
+
+
+@compiled
+def _begin_early(
+    operations: Records, inputs: Records, frame: Numbers, control: Word, own: Word, ranks: Word
+) -> None:
+    """Add up this rank's part of the sums of all ranks but the late one, if that has not come.
+
+    Another rank that cannot be read, or makes another call, is found after the agreement.
+    """
+    frame[EARLY] = ALL_AT_ONCE
+    agreement, late = frame[AGREEMENT], frame[LATE] - 1
+    notes, lies = NOTE + agreement % 2 * LENGTH, 8 * (LYING + agreement % 2)
+    if own == late or _reached(control, ranks, -1, agreement):
+        return
+    for place in range(ranks):
+        page = control + place * PAGE
+        if place != late and (
+            load_word(page + lies) == 0
+            or _memcmp(page + notes, control + own * PAGE + notes, LENGTH) & 0xFFFFFFFF
+        ):
+            return
+    _take_addresses(frame, control, ranks)
+    number = frame[INTO_END]
+    while number < frame[EARLY_END]:
+        following = number + operations[number].together
+        start = 0
+        _note_time(frame, number, 0)
+        _note_time(frame, number, 1)
+        while start < operations[number].bytes:
+            part = min(FETCHED_BLOCK, operations[number].bytes - start)
+            for one in range(number, following):
+                _do(operations, inputs, frame, one, start, part)
+            if frame[UNREAD]:
+                frame[UNREAD] = 0
+                return
+            if frame[ALL_CAME] == 0 and _reached(control, ranks, -1, agreement):
+                frame[ALL_CAME] = _now(frame)
+            start += part
+        _note_time(frame, number, 2)
+        number = following
+    frame[EARLY] = EARLY_DONE
 
 
 @compiled
@@ -397,6 +459,13 @@ def _take_arrays(frame: Numbers, control: Word, ranks: Word) -> None:
 
 
 @compiled
+def _take_addresses(frame: Numbers, control: Word, ranks: Word) -> None:
+    """Find the addresses of all ranks' inputs in their processes."""
+    for place in range(ranks):
+        frame[FRAME + place] = load_word(control + place * PAGE + 8 * (LYING + frame[AGREEMENT] % 2))
+
+
+@compiled
 def _show(frame: Numbers, control: Word, own: Word, ranks: Word) -> None:
     """Publish this rank's note and small input; the last rank wakes all others."""
     number = frame[AGREEMENT]
@@ -407,6 +476,8 @@ def _show(frame: Numbers, control: Word, own: Word, ranks: Word) -> None:
     full_fence()
     if _reached(control, ranks, -1, number):
         _wake(frame, control, own, ranks, -1, number)
+    if frame[LATE] and _reached(control, ranks, -1 - frame[LATE], number):
+        _wake(frame, control, own, ranks, -1 - frame[LATE], number)
 
 
 @compiled
@@ -429,12 +500,17 @@ def _wake(frame: Numbers, control: Word, own: Word, ranks: Word, what: Word, cou
 
 @compiled
 def _reached(control: Word, ranks: Word, place: Word, least: Word) -> bool:
-    """Return whether a rank has done so many operations; for place -1, whether all have published this note."""
+    """Return whether a rank has done so many operations.
+
+    For place -1, whether all have published this note; for place -2 - p, whether all but the rank at place p have.
+    """
     if place >= 0:
         done: bool = load_word(control + place * PAGE + 8 * DONE) >= least
         return done
     arrived = 0
-    while arrived < ranks and load_word(control + arrived * PAGE + 8 * NOTES) >= least:
+    while arrived < ranks and (
+        arrived == -2 - place or load_word(control + arrived * PAGE + 8 * NOTES) >= least
+    ):
         arrived += 1
     all_arrived: bool = arrived == ranks
     return all_arrived

@@ -13,6 +13,10 @@ their agreement; it never changes the order of additions:
 - `FETCHED`, from `FETCHED_BYTES`: inputs are read from the processes of the others, if the system lets all do so.
 - `INTO`: the same, and results lie in memory that all see.
 
+If a plan is for a rank that comes late (`TransferTable.late`), the others divide the additions among themselves. They
+may begin before it comes: every sum is split there into *early sums*, which hold everything that the late input is
+added to. Those lie in memory of the rank that adds them up, so it does not matter which ranks began early.
+
 Except for `ARRAYS` and `INTO`, which write sums to the results at once, results are complete before a rank begins to
 copy its own, so a failure leaves no partial result.
 """
@@ -37,6 +41,7 @@ from collectives.backends.shared.shared_program import (
     JOIN,
     JOIN_ONE,
     RESULT,
+    SCRATCH,
     SHARED,
     SOURCE,
     UNLESS_FAILED,
@@ -65,11 +70,15 @@ FETCHED_BYTES = 8 << 20
 PAST_BYTES = 4 << 20
 """Bytes of a buffer from which on final values are stored past the caches."""
 
+BEFORE, AFTER = range(2)
+"""The late rank's arrival, as steps of a program that begins early."""
+
 RING = 4
 """Rounds that a ring holds."""
 
 Sum = int | tuple["Sum", ...]
-"""The input of a rank, or a sum: the first two of several terms, then that and the third, and so on."""
+"""The input of a rank, or a sum: the first two of several terms, then that and the third, and so on. In a sum that is
+split for a late rank, -1 - n is the early sum of number n."""
 
 Group = list[tuple[int, list[Place], Place]]
 """Operations that are done together: kind, inputs and target of each."""
@@ -96,6 +105,29 @@ class ResultPart:
     def end(self) -> int:
         """Return its end in the line."""
         return self.place + self.stop - self.start
+
+
+def without_late(total: Sum, late: int, early: list[Sum]) -> Sum:
+    """Return a sum with early sums in place of what its late input is added to, which are added to a list.
+
+    >>> early = []
+    >>> without_late((2, 0, (4, 5), 1, (3, 6)), 1, early), early
+    ((-1, 1, -2), [(2, 0, (4, 5)), (3, 6)])
+    """
+    if isinstance(total, int):
+        return total
+    place = next((n for n, term in enumerate(total) if _has_input(term, late)), len(total))
+    terms: list[Sum] = list(total[:place])
+    if place > 1:
+        early.append(total[:place])
+        terms = [-len(early)]
+    if place == len(total):
+        return terms[0]
+    return tuple(without_late(term, late, early) for term in (*terms, *total[place:]))
+
+
+def _has_input(total: Sum, rank: int) -> bool:
+    return total == rank if isinstance(total, int) else any(_has_input(term, rank) for term in total)
 
 
 def access_method_of(nbytes: int) -> int:
@@ -200,7 +232,8 @@ class _HostProgram:
     ) -> None:
         self._rank, self._ranks = rank, table.ranks
         self._method, *self._others = methods
-        self._itemsize, self._block = itemsize, block_bytes // itemsize
+        self._itemsize, self._block_bytes = itemsize, block_bytes
+        self._set_block(block_bytes)
         self._blocks = blocks
         self._given = given[1] - given[0]
         self._inputs = _inputs(table, given)
@@ -212,13 +245,17 @@ class _HostProgram:
         self._round = ROUND_BYTES // itemsize
         self._slot = min(self._round, aligned_elements(self._end, itemsize))
         self._builder = ProgramBuilder(itemsize)
-        self._registers: list[bool] = []
         self._scratch = 0
         self._posted = 0
+        # with results of several sums one rank would write in place what another may yet need
+        self._late = table.late if FETCHED in self._others and not self._overlap() else -1
+        self._step: int | None = None
+        self._early: list[Place] = []  # places of the early sums of a sum
+        self._kept = 0  # elements of all early sums
 
     def written(self) -> SharedProgram:
         """Return the program with its alternatives."""
-        block = self._block * self._itemsize
+        block = self._block_bytes
         shown = self._given if self._method in (EACH, SHOWN) else 0
         rings = self._ranks * RING * self._slot if self._method == ROUNDS else 0
         self._write()
@@ -235,6 +272,7 @@ class _HostProgram:
                 self._method, self._posted = method, 0
                 self._write()
             ends.append(len(self._builder))
+        ends += self._write_early()
         return SharedProgram(
             *self._builder.arrays(),
             block_bytes=block,
@@ -244,8 +282,27 @@ class _HostProgram:
             arriving=(),
             shown_bytes=shown * self._itemsize,
             shared_elements=self._room + rings,
-            scratch_elements=self._scratch,
+            scratch_elements=self._scratch + self._kept,
+            late=self._late,
         )
+
+    def _write_early(self) -> list[int]:
+        """Write the sums before the late rank comes, and the methods that continue from them; return the ends."""
+        if self._late < 0:
+            return [len(self._builder)] * 4
+        registers, self._method = self._scratch, FETCHED
+        self._set_block(FETCHED_BLOCK)
+        self._step = BEFORE
+        self._add_up(*self._part(0, self._end))
+        ends = [len(self._builder)]
+        self._step = AFTER
+        for method in (ARRAYS, FETCHED, INTO):
+            self._method, self._posted = method, 0
+            self._set_block(self._block_bytes)
+            self._write()
+            ends.append(len(self._builder))
+        assert self._scratch == registers, "early sums lie behind the areas for blocks"
+        return ends
 
     def _write(self) -> None:
         """Write the operations of an access method."""
@@ -268,8 +325,7 @@ class _HostProgram:
             self._post()
             self._wait(self._posted)
         else:
-            self._block = FETCHED_BLOCK // self._itemsize
-            self._registers = []
+            self._set_block(FETCHED_BLOCK)
             self._publish()
             self._add_up(*self._part(0, self._end))
             self._post()
@@ -277,43 +333,68 @@ class _HostProgram:
             if self._method == FETCHED:
                 self._copy_parts(self._line)
 
+    def _set_block(self, block_bytes: int) -> None:
+        self._block = block_bytes // self._itemsize
+        self._registers: list[bool] = []
+
     def _overlap(self) -> bool:
         """Return whether some ranks end with one sum of an element, and some with another."""
         line = sorted((piece.start, piece.stop) for piece in self._line)
         return any(after < stop for (_, stop), (after, _) in itertools.pairwise(line))
 
     def _part(self, first: int, last: int) -> tuple[int, int]:
-        """Return this rank's share of the additions in a part of the line."""
+        """Return this rank's share of the additions in a part of the line: none for a late rank."""
         step = max(1, ALIGNMENT // self._itemsize)
-        shares = [(last - first) * number // self._ranks // step * step for number in range(self._ranks)]
+        late = self._late if self._method in (ARRAYS, FETCHED, INTO) else -1
+        adding = self._ranks - (late >= 0)
+        shares = [(last - first) * number // adding // step * step for number in range(adding)]
+        if late >= 0:
+            shares.insert(late, shares[late] if late < adding else last - first)
         return first + shares[self._rank], first + ([*shares[1:], last - first])[self._rank]
 
     def _add_up(self, first: int, last: int) -> None:
-        """Add up a part of the line."""
+        """Add up a part of the line, or before the late rank comes only the early sums of it."""
+        kept = self._scratch
         for piece in self._added:
             start, stop = max(first, piece.place), min(last, piece.end)
             if start >= stop or (self._method == EACH and self._rank not in piece.ranks):
                 continue
             element = piece.start + start - piece.place
+            room = aligned_elements(stop - start, self._itemsize)
             lines: Group = []
             targets = self._targets(piece, start, element)
             at_once = len(targets) == 1 and self._method not in (ARRAYS, INTO) and self._copy == COPY
-            total = targets[0] if at_once else self._take()
             join = JOIN_ONE if piece.stop - piece.start == 1 else JOIN
-            self._join(piece.sum, (start, element), total, join, lines)
+            early: list[Sum] = []
+            split = piece.sum
+            if self._step is not None and join == JOIN and _has_input(split, self._late):
+                split = without_late(split, self._late, early)
+            self._early = [(SCRATCH, kept + number * room) for number in range(len(early))]
+            kept += len(early) * room
+            if self._step == BEFORE:
+                for one, area in zip(early, self._early, strict=True):
+                    lines = []
+                    self._join(one, (start, element), area, join, lines)
+                    self._builder.together(lines, piece.row, stop - start)
+                continue
+            total = targets[0] if at_once else self._take()
+            self._join(split, (start, element), total, join, lines)
             lines.append((DIVIDE, [], total))
             if total not in targets:
                 lines += [(self._copy, [total], target) for target in targets]
                 self._give_back(total)
             self._builder.together(lines, piece.row, stop - start)
+        self._kept = max(self._kept, kept - self._scratch)
 
     def _join(self, total: Sum, at: tuple[int, int], target: Place, join: int, lines: Group) -> None:
         """Add up a sum, at a place of the line and an element, after the sums among its terms."""
         assert isinstance(total, tuple), "more than an input"
         inputs = []
         for term in total:
-            if isinstance(term, int) and (self._method not in (FETCHED, INTO) or term == self._rank):
-                inputs.append(self._input(term, *at))
+            if isinstance(term, int) and (
+                term < 0 or term == self._rank or self._method not in (FETCHED, INTO)
+            ):
+                inputs.append(self._early[-1 - term] if term < 0 else self._input(term, *at))
                 continue
             inputs.append(self._take())
             if isinstance(term, int):

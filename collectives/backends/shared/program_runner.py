@@ -204,7 +204,22 @@ class PreparedProgram:
     def of(cls, program: SharedProgram, arithmetic: Arithmetic, *, aligned: bool) -> PreparedProgram:
         """Prepare a program for arrays whose elements are `aligned` or not."""
         loops = arithmetic.loops if aligned else (0, 0, 0, 0, int(arithmetic.divisor > 1))
-        begun = (0, 0, 0, 0, program.shown_bytes, 0, *program.ends, 0, 0, 0, program.block_bytes)
+        begun = (
+            0,
+            0,
+            0,
+            0,
+            program.shown_bytes,
+            0,
+            *program.ends,
+            program.late + 1,
+            0,
+            0,
+            0,
+            0,
+            0,
+            program.block_bytes,
+        )
         return cls(program, arithmetic, np.array((*begun, arithmetic.itemsize, *loops), dtype=np.int64))
 
     def begin(self, frame: NDArray[np.int64], memories: tuple[int, ...], *, base: int = 0) -> None:

@@ -109,7 +109,9 @@ class SharedProgram:
     - `block_bytes` of a group's blocks: a multiple of every element, and at most the size of `BLOCK`'s areas.
     - `unsent`: for an operation the messages of this rank that must have left before.
     - `ends`: the end of the program, and of the alternatives behind it: for arrays in arenas, for inputs that all ranks
-      may read, and for such inputs with results in arenas.
+      may read, and for such inputs with results in arenas; then the end of the sums before the late rank comes, and
+      of the same three alternatives behind them.
+    - `late`: the place of that rank; -1 if all ranks begin together.
     - `shown_bytes`: how much of its input a rank shows in the agreement.
     - `shared_elements`, `scratch_elements` of the memory that the host shares, and of this rank's memory for arriving
       messages or sums.
@@ -126,6 +128,7 @@ class SharedProgram:
     shown_bytes: int
     shared_elements: int
     scratch_elements: int
+    late: int = -1
 
 
 class ProgramBuilder:
@@ -289,7 +292,7 @@ def program_of(
         inputs=inputs_of_all,
         block_bytes=BLOCK_BYTES,
         unsent=unsent,
-        ends=(len(operations),) * 4,
+        ends=(len(operations),) * 8,
         leaving=_leaving_messages(table, departures),
         arriving=arriving,
         shown_bytes=0,

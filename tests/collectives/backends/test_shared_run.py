@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import topoplan
 from collectives import Communicator
 from collectives.backends.shared import compiled_program as machine
 from collectives.backends.shared import host_program, shared_backend
@@ -23,7 +26,8 @@ from collectives.tables.lowering import lower
 from collectives.tables.numpy_arrays import loop_of
 from tests.support.hand_plans import forest_plan
 from tests.support.job_meeting import in_shared_memory
-from topoplan.errors import UsageError
+from topoplan.errors import BackendError, RefusedError, UsageError
+from topoplan.plans.plan import LATE
 
 Array = NDArray[Any]
 
@@ -207,6 +211,89 @@ def test_inputs_are_read_from_other_processes_where_all_may_do_so(
     with Communicator(plan, chunk_bytes=1 << 14) as comm:
         wanted = run(comm, collective, given, "avg")
     have_the_same_bits(found, wanted, 5)
+    host_program.host_program_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("machine_name", "size", "late", "roots"), [("dgx-1v", 4, 2, {0, 1, 2, 3}), ("dgx-h100", 3, 1, {0, 2})]
+)
+@pytest.mark.parametrize("readable", [True, False])
+def test_the_others_add_up_before_a_late_rank_comes(
+    monkeypatch: pytest.MonkeyPatch, machine_name: str, size: int, late: int, roots: set[int], readable: bool
+) -> None:
+    """In its own memory each, and the same bits as loopback; if not all can be read, they wait for all."""
+    monkeypatch.setattr(shared_backend, "FETCHED_BYTES", 1 << 16)
+    host_program.host_program_of.cache_clear()
+    if not readable:
+        monkeypatch.setattr(ProcessMemoryAccess, "_reads", lambda self, place: place != 1)
+    plan = topoplan.plan_late(machine_name, {late: 0.01}, nbytes=1 << 28, gpus=range(size)).plan
+    assert plan.schedule == LATE
+    assert {shard.stages[-1].root for shard in plan.shards} == roots
+    count = (1 << 16) + 1
+    given = [given_to(rank, count, "complex64") for rank in range(size)]
+    frames: dict[int, Any] = {}
+
+    def work(comm: Communicator, rank: int) -> list[Array]:
+        comm.all_reduce(given[rank][:4])  # before it some may not yet have begun
+        opened: Any = comm
+        frame = frames[rank] = opened._open().backend._runner.frame
+        seen, out = comm.empty(count, "complex64"), comm.empty(count, "complex64")
+        results, begun = [], []
+        for source, target in (
+            (given[rank].copy(), None),
+            (given[rank].copy(), out),
+            (seen, out),
+            (seen, seen),
+        ):
+            if source is seen:
+                seen[:] = given[rank]
+            comm.barrier()
+            called = int(frame[machine.AGREEMENT])
+            while (
+                rank == late
+                and not all(
+                    frames[other][machine.AGREEMENT] > called
+                    and frames[other][machine.EARLY] != machine.NOT_YET
+                    for other in range(size)
+                    if other != late
+                )
+                and readable
+            ):
+                time.sleep(0)
+            results.append(comm.all_reduce(source, op="prod", out=target).copy())
+            begun.append(int(frame[machine.EARLY]))
+        assert begun == [machine.EARLY_DONE if readable and rank != late else machine.ALL_AT_ONCE] * 4
+        return results
+
+    found = in_shared_memory(plan, work, chunk_bytes=1 << 14)
+    with Communicator(plan, chunk_bytes=1 << 14) as comm:
+        wanted = comm.all_reduce(given, op="prod")
+    have_the_same_bits(found, list(wanted), 4)
+    host_program.host_program_of.cache_clear()
+
+
+def test_a_late_rank_that_never_comes_or_makes_another_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have begun without it, and no result is written."""
+    monkeypatch.setattr(shared_backend, "FETCHED_BYTES", 1 << 16)
+    host_program.host_program_of.cache_clear()
+    plan = topoplan.plan_late("dgx-1v", {1: 0.01}, nbytes=1 << 28, gpus=[0, 1, 2, 3]).plan
+    ended = threading.Barrier(4)
+
+    def work(comm: Communicator, rank: int) -> tuple[str, Array]:
+        array, out = np.ones(1 << 16), np.zeros(1 << 16)
+        with pytest.raises(RefusedError, match="rank 1"):
+            comm.all_reduce(array, op="max" if rank == 1 else "sum", out=out)
+        assert not out.any()
+        assert (comm.all_reduce(array) == 4).all()
+        if rank != 1:
+            with pytest.raises(BackendError) as seen:
+                comm.all_reduce(array, out=out)
+        ended.wait(60)
+        return str(seen.value) if rank != 1 else "", out
+
+    for rank, (text, out) in enumerate(in_shared_memory(plan, work, timeout=0.5)):
+        assert not out.any()
+        assert rank == 1 or "peer 1" in text or "rank 1" in text, text
     host_program.host_program_of.cache_clear()
 
 

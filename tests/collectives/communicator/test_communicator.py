@@ -18,7 +18,7 @@ from collectives.communicator.handle import CallQueue
 from tests.support.hand_plans import SHAPES, forest_plan
 from tests.support.job_meeting import in_shared_memory
 from tests.support.tcp_jobs import call, in_threads
-from topoplan.errors import PlanError, UsageError
+from topoplan.errors import PlanError, RefusedError, UsageError
 from topoplan.plans.plan import COLLECTIVES, SizeRange
 from topoplan.plans.size_plans import SizePlans
 
@@ -281,3 +281,56 @@ def test_one_rank_tells_or_every_rank_or_none(
 
     assert in_threads(forest_plan(3, "allreduce", "chain"), body) == [[3, 3, 3]] * 3
     assert {one["rank"] for one in lines(capsys.readouterr().err)} == ranks
+
+
+ODD: tuple[Any, ...] = (
+    3,
+    1.5,
+    True,
+    b"sum",
+    "x",
+    (),
+    [],
+    {},
+    ["sum"],
+    np.array([1, 2]),
+    np.array("sum"),
+    len,
+)
+"""Values of types that an argument does not have."""
+
+
+@pytest.mark.parametrize(
+    ("method", "names", "more"),
+    [
+        ("all_reduce", ("op", "arrays"), {}),
+        ("reduce_scatter_v", ("op", "counts"), {"counts": [4, 4]}),
+        ("broadcast", ("root",), {}),
+        ("prepare", ("collective", "op"), {"collective": "all_gather"}),
+        ("sparse_all_reduce", ("op", "exchange", "wire", "key", "layers", "density"), {"density": 0.5}),
+    ],
+)
+def test_an_argument_of_another_type_on_one_rank_is_refused_by_all(
+    method: str, names: tuple[str, ...], more: dict[str, Any]
+) -> None:
+    """None waits for the others, and the next call is that of all ranks."""
+    array = np.ones(8, np.float32)
+    first = "gradients" if method == "sparse_all_reduce" else "arrays"
+    right = {first: array, **more}
+
+    def work(comm: Communicator, rank: int) -> list[str]:
+        texts = []
+        for name in names:
+            for odd in ODD:
+                if (name == "root" and odd is True) or (name == "key" and isinstance(odd, str)):
+                    continue  # it has the type
+                arguments = {**right, name: odd} if rank == 1 else right
+                with pytest.raises((RefusedError, UsageError) if rank == 1 else RefusedError) as seen:
+                    getattr(comm, method)(**arguments)
+                texts.append(str(seen.value))
+                assert (comm.all_reduce(array) == 2).all()
+        return texts
+
+    zero, one = in_shared_memory(forest_plan(2, "allreduce", "star"), work, timeout=10)
+    assert all("rank 1" in text and "\n" not in text for text in zero)
+    assert len(one) == len(zero) >= len(ODD) - 1

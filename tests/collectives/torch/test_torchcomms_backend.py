@@ -57,6 +57,26 @@ def on_all(comms: ModuleType, call: Callable[[Any, int], Any]) -> list[Any]:
         return list(pool.map(run, range(SIZE)))
 
 
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        (([0, 1], [2], []), r"rank 1 must be among the ranks \[2\]"),
+        (([0, 1], [0, 1], [0, 7]), r"new_ranks must be different ranks from 0 to 2, got \[0, 7\]"),
+        (([0, 1], [1, 0], []), r"rank 1 must list the ranks \[0, 1\] as rank 0 does, got \[1, 0\]"),
+        (([0, 1], [0.5], []), r"ranks must be a list of ranks, got \[0.5\]"),
+    ],
+)
+def test_all_ranks_refuse_a_split_that_is_wrong_on_one(comms: ModuleType, lists: Any, message: str) -> None:
+    def call(comm: Any, rank: int) -> list[float]:
+        with pytest.raises(UsageError, match=message):
+            comm.split(lists[rank], "part")
+        x = torch.ones(2)
+        comm.all_reduce(x, ReduceOp.SUM, async_op=False)
+        return list(x.tolist())
+
+    assert on_all(comms, call) == [[SIZE, SIZE]] * SIZE
+
+
 def test_every_method_of_the_recorded_base_is_there_with_its_arguments(comms: ModuleType) -> None:
     made = comms.registered["topoplan"]
     assert issubclass(made, fake_torchcomms.TorchCommBackend)

@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 
 from collectives import Communicator, GradientSynchronizer
 from collectives.training.averaging import InStepAverager
-from collectives.training.checkpoint_state import BucketPart, FilterState, describe_state
+from collectives.training.checkpoint_state import (
+    BucketPart,
+    FilterState,
+    check_states,
+    describe_state,
+    listed_states,
+)
 from collectives.training.common_rows import CommonRows
 from collectives.training.exchange_settings import ExchangeSettings, TopK
 from collectives.training.gradient_filters import Quantize, Threshold
@@ -228,3 +234,9 @@ def test_low_ranks_by_layers_send_small_parameters_whole() -> None:
         np.testing.assert_allclose(first[index], right, rtol=1e-4, atol=1e-5)
     for one in others:
         assert all((a == b).all() for a, b in zip(one, first, strict=True))
+
+
+@pytest.mark.parametrize("odd", [3, None, "state", b"state", [1], [None, {}], np.zeros(2), len])
+def test_a_state_of_another_type_is_refused_in_one_line(odd: Any) -> None:
+    with pytest.raises(UsageError, match=r"^a state must be what state_dict returned, got a \w+; load that$"):
+        check_states(listed_states(odd))

@@ -23,6 +23,7 @@ from collectives import (
     TopK,
     WireFormat,
 )
+from collectives.training.checkpoint_state import BucketPart
 from collectives.training.exchange_settings import ExchangeSettings, current_options, warn_of_deprecated
 from collectives.training.modes import SSP, LocalSGD
 from tests.support.hand_plans import forest_plan
@@ -68,11 +69,63 @@ def averages(**options: Any) -> list[list[bytes]]:
 
 
 def test_an_automatic_density_has_one_text_and_one_number() -> None:
-    how = ExchangeSettings(compression=TopK("auto"))
     assert f"{TopK('auto')}" == "TopK(auto, exchange='auto', momentum=0.0, wire=None)"
-    assert how.density_at(7) == 0.01
+    assert TopK("auto").at(7) == "auto"
     with pytest.raises(UsageError, match="density must be"):
         TopK("automatic")  # type: ignore[arg-type]
+
+
+def test_densities_by_name_are_those_of_the_first_pattern() -> None:
+    """Each parameter sends its own share, and keeps the rest: 1 of 400 entries of the first, all 7 of the second."""
+    how = TopK({"0": 1 / 400, "*": lambda step: 1.0 if step < 2 else 1 / 7})
+    assert f"{how}" == (
+        "TopK({0: 0.0025, *: 1.0 at step 0}, exchange='auto', momentum=0.0, wire=None, per='layer')"
+    )
+    assert (how.at(0, ["1", "0"]), how.at(5, ["0", "1"])) == ((1.0, 1 / 400), (1 / 400, 1 / 7))
+    zeros = [[np.zeros((20, 20), np.float32), np.zeros(7, np.float32)] for _ in range(RANKS)]
+    draw = np.random.default_rng(5)
+    given = [[draw.standard_normal(one.shape).astype(np.float32) for one in zeros[0]] for _ in range(RANKS)]
+    plan = forest_plan(RANKS, "allreduce", "chain")
+    for nbytes in (64, 1 << 20):
+        with GradientSynchronizer(
+            zeros, plan, backend="loopback", compression=how, bucket_bytes=nbytes
+        ) as synchronizer:
+            first = synchronizer.step(given)[0]
+            state = synchronizer.state_dict()
+            sent = [np.count_nonzero(one) for one in first]
+            density = [record.density for record in synchronizer.recorder.exchanges()]
+            second = synchronizer.step(given)[0][0]
+            later = [np.count_nonzero(one) for one in synchronizer.step(given)[0]]
+            synchronizer.load_state_dict(state)
+            assert second.tobytes() == synchronizer.step(given)[0][0].tobytes()
+        assert 1 <= sent[0] <= RANKS
+        assert (sent[1], density) == (7, [1.0, 1 / 400] if nbytes == 64 else [8 / 407])
+        assert later[1] <= RANKS
+
+
+def test_patterns_of_names_are_checked() -> None:
+    parts = [BucketPart("parameter 1", 0, 4, (4,))]
+    assert ExchangeSettings(compression=TopK(0.1), names=("first",)).names_of(parts) is None
+    with pytest.raises(UsageError, match="parameter 1 has no name, of 1; give "):
+        ExchangeSettings(compression=TopK({"*": 0.1}), names=("first",)).names_of(parts)
+    zeros = [[np.zeros(5, np.float32), np.zeros(7, np.float32)] for _ in range(RANKS)]
+    plan = forest_plan(RANKS, "allreduce", "chain")
+    for density, message in (
+        ({"0": 0.1}, r"parameter 1 must match a pattern of TopK, got '0'; add '\*' as the last one"),
+        ({"*": 0.1, "0": 0.2}, "pattern '0' of TopK must match a parameter that no earlier pattern matches"),
+        ({"weight": 0.1, "*": 0.2}, "pattern 'weight' of TopK must match .*, got none of 0, 1; leave it out"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            GradientSynchronizer(zeros, plan, backend="loopback", compression=TopK(density))
+    for given, options, message in (
+        ({}, {}, "densities by name must have a pattern, got none"),
+        ({"*": 0.0}, {}, r"density of '\*' must be above 0 and at most 1, got 0.0"),
+        ({3: 0.1}, {}, "patterns of TopK must be texts, got 3"),
+        ({"*": 0.1}, {"per": "model"}, "densities by name select in each parameter, got per='model'"),
+        ({"*": 0.1}, {"exchange": "tree"}, "exchange 'tree' selects by the shards of its plan"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            TopK(given, **options)  # type: ignore[arg-type]
 
 
 def test_one_selection_over_the_model_is_that_of_one_bucket() -> None:

@@ -148,14 +148,15 @@ def test_an_estimate_beyond_float16_restores_the_residual_too() -> None:
 
 def test_estimates_and_plain_residuals_are_not_taken_for_each_other() -> None:
     states = {}
-    for name, how in (("ef21", TopK(0.2, ef21=0.5)), ("plain", TopK(0.2))):
+    settings = {"ef21": TopK(0.2, ef21=0.5), "plain": TopK(0.2), "dense": None}
+    for name, how in settings.items():
         with made(2, how) as synchronizer:
             synchronizer.step(steps_of(2, 1)[0])
             states[name] = synchronizer.state_dict()
     cases: list[tuple[Any, str, str]] = [
         (TopK(0.2), "ef21", r"must be of no EF21-M, got EF21-M\(0.5\)"),
         (TopK(0.2, ef21=0.25), "ef21", r"must be of EF21-M\(0.25\), got EF21-M\(0.5\)"),
-        (TopK(0.2, ef21=0.5), "plain", r"must be of EF21-M\(0.5\), got none"),
+        (TopK(0.2, ef21=0.5), "plain", r"must be of EF21-M\(0.5\), got residuals of TopK without it"),
         (LowRank(1), "ef21", "must be of no EF21-M"),
     ]
     for how, name, text in cases:
@@ -163,6 +164,13 @@ def test_estimates_and_plain_residuals_are_not_taken_for_each_other() -> None:
             synchronizer.load_state_dict(states[name])
     with made(3, TopK(0.2, ef21=0.5)) as synchronizer, pytest.warns(UserWarning, match="of 2 ranks"):
         synchronizer.load_state_dict(states["ef21"])
+    first, second = steps_of(2, 2)
+    with made(2, TopK(0.2, ef21=0.5)) as synchronizer:
+        begun = [one.tobytes() for one in synchronizer.step(first)[0]]
+    with made(2, TopK(0.2, ef21=0.5)) as synchronizer:
+        synchronizer.step(second)
+        synchronizer.load_state_dict(states["dense"])  # estimates begin at zero, whatever there was before
+        assert [one.tobytes() for one in synchronizer.step(first)[0]] == begun
 
 
 def test_what_ef21_cannot_have_is_refused() -> None:

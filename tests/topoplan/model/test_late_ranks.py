@@ -16,7 +16,8 @@ from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import with_in_network
 from topoplan.model.event_simulation import run_events
-from topoplan.model.late_ranks import LATE, LatePlan, plan_late
+from topoplan.model.late_ranks import LatePlan, plan_late
+from topoplan.plans.plan import LATE
 
 SIZE = 1 << 28
 

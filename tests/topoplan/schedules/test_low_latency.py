@@ -28,7 +28,13 @@ from topoplan.plans.shards import Shard, Stage
 from topoplan.plans.verify import _check_exchanges
 from topoplan.reading.load import library
 from topoplan.schedules.hierarchical import grid_exchange
-from topoplan.schedules.low_latency import _spread, lowest_tree, one_shot_along, one_shot_servers
+from topoplan.schedules.low_latency import (
+    _spread,
+    lowest_tree,
+    one_shot_along,
+    one_shot_servers,
+    spread_one_hop,
+)
 from topoplan.schedules.owner_exchange import owner_exchanges
 from topoplan.schedules.parameter_server import KEYS, HashRing, parameter_server
 from topoplan.schedules.ring_forest import shortest_route
@@ -42,6 +48,52 @@ def planes(count: int) -> Topology:
     """Four GPUs, each with a 10 GB/s port into each of some switches."""
     ports = {(f"gpu{i}", f"sw{j}"): 10.0 for i in range(4) for j in range(count)}
     return machine(4, both_ways(ports), switches=count)
+
+
+@pytest.mark.parametrize("size", [4, 6, pytest.param(64, marks=pytest.mark.thorough)])
+def test_spread_stars_reach_optcc_and_leave_room_at_the_fast_ports(size: int) -> None:
+    """One port at r of 8 GB/s: rate and bound are OptCC's; fast ranks own equal parts; r up to 1/2 within 5 % of it."""
+    for eighths in (1, 2, 3, 4, 5, 7):
+        part = Fraction(eighths, 8)
+        ports = {(f"gpu{rank}", "sw0"): float(eighths if rank == size - 1 else 8) for rank in range(size)}
+        plan = spread_one_hop(machine(size, both_ways(ports), switches=1))
+        longest = max(1 / part, 2 * (size - 1) / (size - 1 + part))
+        report = topoplan.verify(plan)
+        assert report.exact_rate == report.exact_bound == 8 / longest
+        assert len({shard.share for shard in plan.shards[: size - 1]}) == 1
+        assert sum(shard.share for shard in plan.shards) == 1
+        if size < 8 and part <= Fraction(1, 2):
+            took = run_events(plan, nbytes=1 << 26, chunk_bytes=1 << 18).seconds
+            assert took < 1.05 * (1 << 26) / (plan.rate * 1e9)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(5))
+def test_spread_stars_are_at_least_as_fast_as_even_ones(seed: int) -> None:
+    """Ports of all rates: no link is above what the rate allows, and slower shares cannot free a port further."""
+    draw = np.random.default_rng(seed)
+    size = int(draw.integers(3, 8))
+    ports = {(f"gpu{rank}", "sw0"): float(draw.integers(1, 9)) for rank in range(size)}
+    fabric = machine(size, both_ways(ports), switches=1)
+    even, spread = topoplan.one_hop_plan(fabric), spread_one_hop(fabric)
+    assert topoplan.verify(spread).exact_rate >= topoplan.verify(even).exact_rate
+    shares = {shard.stages[-1].root: shard.share for shard in spread.shards}
+    fill = {
+        rank: (1 + (size - 2) * shares.get(rank, Fraction(0))) / Fraction(ports[f"gpu{rank}", "sw0"])
+        for rank in range(size)
+    }
+    assert max(fill.values()) == 1 / topoplan.verify(spread).exact_rate
+    owners = [fill[rank] for rank in shares]
+    assert all(fill[rank] >= max(owners) for rank in range(size) if rank not in shares)
+    assert len(set(owners)) == 1
+
+
+def test_spread_stars_are_those_of_an_allreduce() -> None:
+    with pytest.raises(UsageError, match="spread-one-hop is for all_reduce, got reduce; use one-hop"):
+        spread_one_hop("dgx-2", "reduce")
+    assert spread_one_hop("dgx-2", gpus=[3]).method == "spread-one-hop"
+    with pytest.raises(InfeasibleError):
+        spread_one_hop("dgx-1v")
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

@@ -97,7 +97,7 @@ def test_what_a_new_schedule_needs_decides_where_it_is_tried() -> None:
 
 
 ABSENT = {
-    *((name, "dgx-1v") for name in ("one-hop", "mesh", "parameter-server")),
+    *((name, "dgx-1v") for name in ("one-hop", "spread-one-hop", "mesh", "parameter-server")),
     ("relay-ring", "pcie-x8"),
     *(
         (name, machine)
