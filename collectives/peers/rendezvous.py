@@ -44,7 +44,7 @@ from collectives.peers.peer_watchdog import is_stopped
 from collectives.peers.rendezvous_state import FORMAT, Post, RendezvousState, is_hello
 from topoplan.errors import BackendError, UsageError
 
-ANSWER_SECONDS = 10.0  # time in which a process that holds an address answers
+HOLDER_ANSWER_SECONDS = 10.0  # time in which a process that holds an address answers
 
 CLOSED = getattr(select, "POLLRDHUP", select.POLLHUP)
 """Poll event of a connection that its other end has closed."""
@@ -606,7 +606,7 @@ def _ask_lock_holder(address: str, job: JobIdentity) -> str:
         asking, HOLD, job_key(), job=str(job), receive=heard, ended=ended, failed=lambda error: over.set()
     )
     connection.send({"type": "hold", "job": asdict(job), "pid": os.getpid()})
-    over.wait(ANSWER_SECONDS)
+    over.wait(HOLDER_ANSWER_SECONDS)
     connection.close()
     return answers[0] if answers else ""
 

@@ -226,7 +226,7 @@ def _lose(rank: int, size: int, number: int, loss: Loss, plans: Plans, wires: li
 
     def cut_cable() -> None:
         cut.append(time.monotonic())
-        sandbox.cut_links(loss.cut)
+        sandbox.change_interfaces(loss.cut)
 
     timer = threading.Timer(loss.delay, cut_cable)
     with Communicator(plans, backend, chunk_bytes=32 << 10, on_failure=on_failure) as comm:
@@ -248,7 +248,7 @@ def _lose(rank: int, size: int, number: int, loss: Loss, plans: Plans, wires: li
         comm.barrier()
         if rank == 0:
             timer.join()
-            sandbox.cut_links(loss.mend)
+            sandbox.change_interfaces(loss.mend)
     return {
         "loss": number,
         "rank": rank,

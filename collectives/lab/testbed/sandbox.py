@@ -150,8 +150,8 @@ def shape_links(shape: Mapping[str, Sequence[str]]) -> None:
             _run_batch(["tc"], lines)
 
 
-def cut_links(cut: Mapping[str, Sequence[str]]) -> None:
-    """Run commands for ip in each namespace; ProbeError if it refuses."""
+def change_interfaces(cut: Mapping[str, Sequence[str]]) -> None:
+    """Run commands for ip in each namespace, which set interfaces down or up; ProbeError if it refuses."""
     for namespace, lines in cut.items():
         with in_namespace(namespace):
             _run_batch(["ip"], lines)
