@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
-from collectives.sparse.exchange_choice import AUTO_DENSITY, check_exchange
+from collectives.sparse.exchange_choice import check_exchange
 from collectives.sparse.selection.error_feedback import checked_density, checked_momentum
 from collectives.training.common_rows import CommonRows
 from collectives.training.gradient_filters import Cast, Quantize, Threshold
@@ -388,8 +388,3 @@ class ExchangeSettings:
     def filter(self) -> CommonRows | LowRank | Quantize | Threshold | Cast | None:
         """The settings of the filter of dense gradients; None without one."""
         return None if isinstance(self.compression, TopK) else self.compression
-
-    def density_at(self, step: int) -> float:
-        """Return the density of a step, as `TopK.at`, or that of "auto"; 1 for dense gradients."""
-        found = 1.0 if self.top_k is None else self.top_k.at(step)
-        return AUTO_DENSITY if found == "auto" else found

@@ -1,11 +1,10 @@
 """Find out whether silent links still carry packets, before the timeout of a collective.
 
 The end of a link that moves nothing for `SILENT_SECONDS` asks the system at the other end: it opens connections to the
-address at which that rank listens, from this end's own address of the link, and closes them at once. A system that
-runs answers, whatever its processes do: a rank that computes, or is stopped, has a sound link. If no connection of
-`PROBES` is answered within `PROBE_ANSWER_SECONDS`, or a round trip of the link if that is more, nothing comes back over
-it.
-A link is not silent while the system gets packets, such as the acknowledgements of a slow link.
+address at which that rank listens, from this end's own address of the link, and closes them at once. A system that runs
+answers, whatever its processes do: a rank that computes, or is stopped, has a sound link. If no connection of `PROBES`
+is answered within `PROBE_ANSWER_SECONDS`, or a round trip of the link if that is more, nothing comes back over it. A
+link is not silent while the system gets packets, such as the acknowledgements of a slow link.
 
 Other ways are wrong or late. ``TCP_USER_TIMEOUT`` ends the connection to a stopped rank too, once its window is closed
 (Linux counts from the first probe of a closed window, answered or not: ``tcp_probe_timer``). Missing acknowledgements

@@ -67,10 +67,11 @@ def averages(**options: Any) -> list[list[bytes]]:
         return found
 
 
-def test_an_automatic_density_has_one_text_and_one_number() -> None:
+def test_an_automatic_density_has_one_text_in_every_step() -> None:
     how = ExchangeSettings(compression=TopK("auto"))
     assert f"{TopK('auto')}" == "TopK(auto, exchange='auto', momentum=0.0, wire=None)"
-    assert how.density_at(7) == 0.01
+    assert how.top_k is not None
+    assert how.top_k.at(7) == "auto"
     with pytest.raises(UsageError, match="density must be"):
         TopK("automatic")  # type: ignore[arg-type]
 
