@@ -48,7 +48,7 @@ NCCL_POLL_SECONDS = 0.01
 WATCH_SECONDS = 0.02
 """Seconds between two looks at a running collective."""
 
-SHUTDOWN_NOTICE_SECONDS = 5.0
+THREAD_END_SECONDS = 5.0
 """Time for the thread to end."""
 
 SHARED_MEMORY, ENOUGH_SHARED = "/dev/shm", 512 << 20
@@ -439,7 +439,7 @@ class CollectiveGuard:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(SHUTDOWN_NOTICE_SECONDS)
+        self._thread.join(THREAD_END_SECONDS)
 
     def _work(self) -> None:
         with may_query():
