@@ -327,6 +327,19 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
+def is_number(cell: str) -> bool:
+    """Return whether the cell of a table stands in a column of numbers: a number, a factor, a share, or none.
+
+    >>> [is_number(cell) for cell in ("1.5x", "20%", "-", "ring")]
+    [True, True, True, False]
+    """
+    try:
+        float(cell.rstrip("x%"))
+    except ValueError:
+        return cell in ("", "-")
+    return True
+
+
 def listed(names: Iterable[str], *, noun: str = "devices") -> str:
     """Return names for a note: many devices as ranges of numbers, and of many names or ranges three and the last.
 

@@ -121,7 +121,7 @@ def _port_in_store(store: Any, name: str, rank: int, first: Address, timeout: fl
         while not store.check([name]):
             if time.monotonic() > until:
                 break
-            time.sleep(LOOK_SECONDS)
+            time.sleep(PORT_CHECK_SECONDS)
         else:
             return int(store.get(name))
     except RuntimeError as error:
@@ -261,7 +261,7 @@ def job_identity(size: int, environment: Mapping[str, str] = os.environ) -> JobI
 
 LEAST_KEY = 16  # characters of a key
 STORE_SECONDS = 10.0  # time for a store of torch to answer
-LOOK_SECONDS = 0.02  # between looks for the port of rank 0
+PORT_CHECK_SECONDS = 0.02  # between looks for the port of rank 0
 
 
 def job_key(environment: Mapping[str, str] = os.environ) -> bytes:

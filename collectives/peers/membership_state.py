@@ -526,14 +526,6 @@ class MembershipState:
         self._settle("hears the decision")
         return self.members
 
-    @property
-    def awaited(self) -> frozenset[int]:
-        """The ranks that this one waits for, in an agreement or for the texts of a round."""
-        if self.phase is Phase.AGREEING:
-            others = [rank for rank in self.candidates if rank != self.rank and rank not in self._failed]
-            return frozenset(rank for rank in others if not self._echoes(rank))
-        return frozenset(self._missing()) if self.phase is Phase.GATHERING else frozenset()
-
     def say(self, text: str, now: float, *, timeout: float) -> None:
         """Send a text to the survivors, for `gathered`."""
         message = GatheredText(self.epoch, self._round, text)

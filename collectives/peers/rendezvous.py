@@ -44,13 +44,13 @@ from collectives.peers.peer_watchdog import is_stopped
 from collectives.peers.rendezvous_state import FORMAT, Post, RendezvousState, is_hello
 from topoplan.errors import BackendError, UsageError
 
-ANSWER_SECONDS = 10.0  # time in which a process that holds an address answers
+HOLDER_ANSWER_SECONDS = 10.0  # time in which a process that holds an address answers
 
 CLOSED = getattr(select, "POLLRDHUP", select.POLLHUP)
 """Poll event of a connection that its other end has closed."""
 
 SPARE_DESCRIPTORS = 128  # files that a process opens beside the connections of a rendezvous
-LINGER_SECONDS = 1.0  # time for ranks to read the last message before the connections are closed
+LAST_MESSAGE_SECONDS = 1.0  # time for ranks to read the last message before the connections are closed
 HOLD = endpoint_name("address lock")  # the endpoint of every `AddressLock`
 _LISTENING: dict[str, Rendezvous] = {}  # listeners of this process, by address
 _HOLDS: dict[str, AddressLock] = {}  # address locks of this process, by address
@@ -310,7 +310,7 @@ class Rendezvous:
     def _end(self, opening: _Opening, now: float) -> None:
         """Tell the ranks of an opening that it has ended, or to connect again if rank 0 has not connected yet."""
         if opening.end is None:
-            opening.end = now + LINGER_SECONDS
+            opening.end = now + LAST_MESSAGE_SECONDS
             began = (
                 self._host is not None
                 and self._host not in opening.hub.hellos
@@ -606,7 +606,7 @@ def _ask_lock_holder(address: str, job: JobIdentity) -> str:
         asking, HOLD, job_key(), job=str(job), receive=heard, ended=ended, failed=lambda error: over.set()
     )
     connection.send({"type": "hold", "job": asdict(job), "pid": os.getpid()})
-    over.wait(ANSWER_SECONDS)
+    over.wait(HOLDER_ANSWER_SECONDS)
     connection.close()
     return answers[0] if answers else ""
 

@@ -41,9 +41,9 @@ FORMAT = "topoplan.tcp/4"
 ANNOUNCED = ("general", "ports", "links", "meets", "survivors")
 """Fields of a hello that all ranks get, for `collectives.backends.tcp`."""
 
-ANSWER_SECONDS = 1.0  # time in which a rank that is not stopped answers what it waits for
+RANK_ANSWER_SECONDS = 1.0  # time in which a rank that is not stopped answers what it waits for
 PROMPT_SECONDS = 0.1  # time in which an answer shows that a machine ran while its link was probed
-LOOK_SECONDS = 0.05  # interval of the checks whether silent ranks are stopped
+STOPPED_CHECK_SECONDS = 0.05  # interval of the checks whether silent ranks are stopped
 FANOUT = 64  # ranks that get the announcements of all ranks from one
 Post = tuple[int, Message]  # a rank, and a message for it
 
@@ -171,7 +171,7 @@ class RendezvousState:
             ]
             if now >= self._answers_by or all(self._stopped(self.hellos[rank]) for rank in silent):
                 return self._attribute()
-            self.deadline = min(now + LOOK_SECONDS, self._answers_by)
+            self.deadline = min(now + STOPPED_CHECK_SECONDS, self._answers_by)
             return []
         self.deadline = None
         missing = [rank for rank in range(self.size) if rank not in self.hellos]
@@ -307,8 +307,8 @@ class RendezvousState:
         if asking:
             return []
         self._answers = {rank: answer}
-        self._answers_by = now + ANSWER_SECONDS
-        self.deadline = now + LOOK_SECONDS
+        self._answers_by = now + RANK_ANSWER_SECONDS
+        self.deadline = now + STOPPED_CHECK_SECONDS
         return [post for post in self._everyone({"type": "ping"}) if post[0] != rank]
 
     def _attribute_to_links(self, now: float) -> list[Post]:
@@ -322,7 +322,7 @@ class RendezvousState:
         cut = sorted(link for link in links if self._answers.keys() >= {link[0], link[1]})
         if not cut:
             return []
-        if now > self._answers_by - ANSWER_SECONDS + PROMPT_SECONDS:
+        if now > self._answers_by - RANK_ANSWER_SECONDS + PROMPT_SECONDS:
             self._lost, self.deadline = None, self.deadline if self._stalled else None
             return []
         peer = cut[0][0] if cut[0][0] != rank else cut[0][1]

@@ -11,7 +11,6 @@ whether all values are finite, then the packed indices, the packed codes and the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -224,12 +223,3 @@ def _of_two_bits(codes: NDArray[np.int64], levels: NDArray[np.uint16], dtype: np
     wide = widen(levels.reshape(-1), "bfloat16", dtype).reshape(-1, 2)
     signed: Line = np.take_along_axis(wide, codes & 1, axis=1)
     return np.where(codes & 2, -signed, signed)
-
-
-def entry_density(form: ChunkFormat, sizes: Sequence[int]) -> float:
-    """Return the share of the elements of vectors that a message carries.
-
-    >>> entry_density(ChunkFormat(k=32), [4096, 16])
-    0.011673151750972763
-    """
-    return sum(map(form.entries, sizes)) / max(math.fsum(sizes), 1)

@@ -56,7 +56,18 @@ def future_of(
     return future
 
 
-class PlannedWork(dist.Work):
+class WaitedWork(dist.Work):
+    """A work of which every way to wait is `wait`."""
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Order the current stream of a GPU after it without holding the host; on the CPU wait for it."""
+        self.wait()
+
+
+class PlannedWork(WaitedWork):
     """`torch.distributed.Work` of a collective in the background.
 
     `future` holds the tensors that are written; `left` is called with the handle if a wait for it times out.
@@ -90,13 +101,6 @@ class PlannedWork(dist.Work):
         self._future.wait()
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """Order the current stream of a GPU after it without holding the host; on the CPU wait for it."""
-        self.wait()
-
     def is_completed(self) -> bool:
         """Return whether it has ended, on a GPU too, with or without an error."""
         return self._future.done() and self._handle.done()
@@ -111,7 +115,7 @@ class PlannedWork(dist.Work):
         return self._future.then(lambda ended: ended.value())
 
 
-class JointWork(dist.Work):
+class JointWork(WaitedWork):
     """`torch.distributed.Work` that ends with several others, and then with `finish`.
 
     The first wait calls `finish` once, after all works, from any thread; no wait returns before it has ended, and the
@@ -144,13 +148,6 @@ class JointWork(dist.Work):
             work.wait(timeout) if timeout else work.wait()
         self._end()
         return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """As of `PlannedWork`."""
-        self.wait()
 
     def is_completed(self) -> bool:
         """Return whether all have ended, with or without an error, and the results are in place."""

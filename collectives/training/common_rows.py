@@ -15,7 +15,6 @@ before the step.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,9 +28,9 @@ from collectives.communicator.handle import Handle
 from collectives.sparse.entry_arrays import entry_count
 from collectives.sparse.selection.error_feedback import checked_density
 from collectives.sparse.selection.topk import topk
-from collectives.training.checkpoint_state import BucketPart, FilterState
-from collectives.training.gradient_filters import FilterCall, Filtered, GradientFilter, distribute_average
-from collectives.training.low_rank import ThinMatrix, sum_matrices
+from collectives.training.checkpoint_state import BucketPart
+from collectives.training.gradient_filters import FilterCall, Filtered, FilterWithState, distribute_average
+from collectives.training.low_rank import ThinMatrix, layer_matrices, sum_matrices
 from collectives.training.modes import check_count
 from topoplan.errors import UsageError
 
@@ -81,11 +80,7 @@ class CommonRows:
 
     def matrices(self, parts: Sequence[BucketPart]) -> tuple[ThinMatrix, ...]:
         """Return the matrices of a bucket of which rows are chosen: those of which fewer numbers travel."""
-        found = [
-            ThinMatrix(one.name, one.start, one.stop, one.shape[0], math.prod(one.shape[1:]))
-            for one in parts
-            if len(one.shape) > 1
-        ]
+        found = layer_matrices(parts)
         return tuple(one for one in found if self.numbers(one) < one.stop - one.start)
 
     def sketch(self, at: ThinMatrix, number: int) -> Matrix:
@@ -97,7 +92,7 @@ class CommonRows:
         return source.standard_normal((at.columns, self.columns)).astype(np.float32)
 
 
-class CommonRowsExchange(GradientFilter):
+class CommonRowsExchange(FilterWithState[CommonRows]):
     """Averages gradients by common rows; `memory` has the residuals, and the number of sketches of each matrix.
 
     A start waits for the sum of the sketches.
@@ -105,12 +100,6 @@ class CommonRowsExchange(GradientFilter):
 
     name = "CommonRows"
     arrays_shared = True
-    memory: FilterState
-
-    def __init__(self, communicator: Communicator, settings: CommonRows) -> None:
-        super().__init__(communicator)
-        self.settings = settings
-        self.memory = FilterState()
 
     def start(self, call: FilterCall) -> Filtered | None:
         comm, library, how = self.communicator, self.communicator.arrays, self.settings

@@ -22,14 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.communicator.communicator import Communicator
 from collectives.training.checkpoint_state import BucketPart, FilterState
 from collectives.training.gradient_filters import distribute_average
 from topoplan.errors import UsageError
-
-Line = NDArray[Any]
 
 NAME = "EF21-M"
 

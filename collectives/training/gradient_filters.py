@@ -20,7 +20,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,7 @@ from collectives.training.modes import check_count
 from topoplan.errors import UsageError, deprecated
 
 Line = NDArray[Any]
+Settings = TypeVar("Settings")
 
 Filtered = tuple[Handle[Any], float, str]
 """Handle of the average, share of the gradient's bytes that a rank sends, and how they travel."""
@@ -81,6 +82,17 @@ class GradientFilter(ABC):
         if "float" not in (kind := self.communicator.arrays.dtype(given[0])):
             raise UsageError(f"{self.name} needs gradients of floats, got {kind}")
         return given
+
+
+class FilterWithState(GradientFilter, Generic[Settings]):
+    """A filter that has state from step to step, made from its `settings`."""
+
+    memory: FilterState
+
+    def __init__(self, communicator: Communicator, settings: Settings) -> None:
+        super().__init__(communicator)
+        self.settings = settings
+        self.memory = FilterState()
 
 
 def rank_count(handle: Handle[Any], communicator: Communicator) -> int:
@@ -362,19 +374,13 @@ class CountMin:
         return places
 
 
-class ThresholdExchange(GradientFilter):
+class ThresholdExchange(FilterWithState[Threshold]):
     """Averages gradients by their significant entries; `memory` has the residuals, and the counts of each bucket.
 
     A start waits for the largest number of entries of a rank.
     """
 
     name = "Threshold"
-    memory: FilterState
-
-    def __init__(self, communicator: Communicator, settings: Threshold) -> None:
-        super().__init__(communicator)
-        self.settings = settings
-        self.memory = FilterState()
 
     def start(self, call: FilterCall) -> Filtered:
         comm, library = self.communicator, self.communicator.arrays

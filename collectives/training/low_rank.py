@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
-from collectives.training.checkpoint_state import BucketPart, FilterState
-from collectives.training.gradient_filters import FilterCall, Filtered, GradientFilter, distribute_average
+from collectives.training.checkpoint_state import BucketPart
+from collectives.training.gradient_filters import FilterCall, Filtered, FilterWithState, distribute_average
 from collectives.training.modes import check_count
 from topoplan.errors import UsageError
 
@@ -87,11 +87,7 @@ class LowRank:
         if self.matrices == "bucket":
             found = [ThinMatrix(key, parts[0].start, parts[-1].stop, *self.sides(parts[-1].stop))]
         else:
-            found = [
-                ThinMatrix(one.name, one.start, one.stop, one.shape[0], math.prod(one.shape[1:]))
-                for one in parts
-                if len(one.shape) > 1
-            ]
+            found = layer_matrices(parts)
         return tuple(one for one in found if self.rank * (one.rows + one.columns) < one.stop - one.start)
 
 
@@ -106,7 +102,16 @@ class ThinMatrix:
     columns: int
 
 
-class LowRankExchange(GradientFilter):
+def layer_matrices(parts: Sequence[BucketPart]) -> list[ThinMatrix]:
+    """Return a matrix of each parameter of two or more dimensions: as many rows as its first axis is long."""
+    return [
+        ThinMatrix(one.name, one.start, one.stop, one.shape[0], math.prod(one.shape[1:]))
+        for one in parts
+        if len(one.shape) > 1
+    ]
+
+
+class LowRankExchange(FilterWithState[LowRank]):
     """Averages gradients by thin matrices; `memory` has the residuals, and Q of each matrix.
 
     A start waits for the first, thinner sum. The rest of a bucket travels whole.
@@ -114,12 +119,6 @@ class LowRankExchange(GradientFilter):
 
     name = "LowRank"
     arrays_shared = True
-    memory: FilterState
-
-    def __init__(self, communicator: Communicator, settings: LowRank) -> None:
-        super().__init__(communicator)
-        self.settings = settings
-        self.memory = FilterState()
 
     def start(self, call: FilterCall) -> Filtered | None:
         comm, library, how = self.communicator, self.communicator.arrays, self.settings

@@ -147,12 +147,9 @@ def run_job(job: Job) -> list[dict[str, object]]:
     """Run the losses in a sandbox; return a record for each loss and rank."""
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as stderr,
-        sandbox.run_in_sandbox("tests.bench.lost_cables", stderr) as process,
+        sandbox.run_in_sandbox("tests.bench.lost_cables", json.dumps(asdict(job)), stderr) as process,
     ):
-        assert process.stdin is not None, "stdin is a pipe"
         assert process.stdout is not None, "stdout is a pipe"
-        process.stdin.write(json.dumps(asdict(job)) + "\n")
-        process.stdin.flush()
         records = [json.loads(line) for line in process.stdout]
         if process.wait():
             stderr.seek(0)
@@ -184,9 +181,8 @@ def _print_records(name: str, way: str, records: Sequence[Mapping[str, object]])
 
 def in_sandbox() -> int:
     """Build the network of the job on stdin, and start its ranks."""
-    line = sys.stdin.readline()
+    line = sandbox.read_job()
     commands = json.loads(line)["commands"]
-    subprocess.run(sandbox.PRIVATE_RUN, check=True)
     sandbox.build_network(commands["create"], commands["inside"], commands["shape"])
     sandbox.JOB_FOLDER.mkdir()
     (sandbox.JOB_FOLDER / "job.json").write_text(line, encoding="utf-8")
@@ -226,7 +222,7 @@ def _lose(rank: int, size: int, number: int, loss: Loss, plans: Plans, wires: li
 
     def cut_cable() -> None:
         cut.append(time.monotonic())
-        sandbox.cut_links(loss.cut)
+        sandbox.change_interfaces(loss.cut)
 
     timer = threading.Timer(loss.delay, cut_cable)
     with Communicator(plans, backend, chunk_bytes=32 << 10, on_failure=on_failure) as comm:
@@ -248,7 +244,7 @@ def _lose(rank: int, size: int, number: int, loss: Loss, plans: Plans, wires: li
         comm.barrier()
         if rank == 0:
             timer.join()
-            sandbox.cut_links(loss.mend)
+            sandbox.change_interfaces(loss.mend)
     return {
         "loss": number,
         "rank": rank,

@@ -31,7 +31,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,12 +40,11 @@ from typing import Any
 
 from collectives.lab.testbed.network import MAX_TOTAL_BITS
 from collectives.lab.testbed.sandbox import (
-    PRIVATE_RUN,
     LinkUnderTest,
-    _end_with_stdin,
     build_network,
     in_namespace,
     measure_links,
+    read_job,
     run_in_sandbox,
     sandbox_refusal,
 )
@@ -131,11 +129,9 @@ def main(words: Sequence[str] = ()) -> None:
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
     with (
         tempfile.TemporaryFile("w+") as errors,
-        run_in_sandbox("tests.bench.sparse_training", errors) as sandbox,
+        run_in_sandbox("tests.bench.sparse_training", json.dumps(asdict(job)), errors) as sandbox,
     ):
-        assert sandbox.stdin is not None, "a pipe"
         assert sandbox.stdout is not None, "a pipe"
-        print(json.dumps(asdict(job)), file=sandbox.stdin, flush=True)
         for line in sandbox.stdout:
             told = json.loads(line)
             if "link" in told:
@@ -202,11 +198,9 @@ def _print_table(found: dict[str, list[dict[str, Any]]], mbit: int) -> None:
 
 def sandbox() -> int:
     """Build the link, measure it, and run the ranks, in the first process of new namespaces."""
-    line = sys.stdin.readline()
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    line = read_job()
     job = TrainingJob(**json.loads(line))
     rate = job.mbit * 1_000_000
-    subprocess.run(PRIVATE_RUN, check=True)
     addresses = {name: f"10.0.0.{number}" for number, name in enumerate(SERVERS, start=1)}
     build_network(
         [

@@ -24,7 +24,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection, Listener, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from collectives.peers.peer_watchdog import process_state
 from tests.faults.mpi import GIVES_UP, shared_names
 from tests.faults.tcp import open_sockets
 from tests.support.checkout import ROOT
-from tests.support.forking import forking
+from tests.support.forking import forked_ranks
 from topoplan.errors import BackendError
 from topoplan.plans.plan import Plan
 
@@ -219,27 +218,11 @@ class Job:
 @contextlib.contextmanager
 def forked(plan: Plan, what: Round) -> Iterator[Job]:
     """A job of children of this process; all of them are gone behind it."""
-    context = forking()
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(what.size)]
-        processes: list[BaseProcess] = [
-            context.Process(
-                target=work, args=(rank, plan, f"unix:{folder}/meeting", what, pipes[rank][1]), daemon=True
-            )
-            for rank in range(what.size)
-        ]
-        for process in processes:
-            process.start()
-        for _, writer in pipes:
-            writer.close()
-        try:
-            yield Job([process.pid or 0 for process in processes], [reader for reader, _ in pipes])
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-            for reader, _ in pipes:
-                reader.close()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        forked_ranks(work, what.size, plan, f"unix:{folder}/meeting", what) as (processes, readers),
+    ):
+        yield Job([process.pid or 0 for process in processes], readers)
 
 
 def tolerant(command: Sequence[str]) -> list[str]:

@@ -25,7 +25,7 @@ import numpy as np
 from collectives import Communicator
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.peers.rendezvous import Rendezvous
-from tests.support.forking import forking
+from tests.support.forking import forked_ranks
 from topoplan.errors import BackendError
 from topoplan.plans.plan import Plan
 
@@ -83,31 +83,15 @@ def open_sockets() -> int:
 
 def one_round(plan: Plan, what: Round) -> dict[int, list[dict[str, Any]]]:
     """Start the ranks, hurt one, and collect what each of the others reports."""
-    context = forking()
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"unix:{folder}/meeting"
         host = None if what.rank_hosts else Rendezvous(meeting, RANKS)
-        pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
-        processes: list[BaseProcess] = [
-            context.Process(
-                target=work, args=(rank, plan, meeting, what.elements, pipes[rank][1]), daemon=True
-            )
-            for rank in range(RANKS)
-        ]
-        for process in processes:
-            process.start()
-        for _, writer in pipes:
-            writer.close()
-        if host is not None:
-            host.start()
         try:
-            return hurt(what, processes, [reader for reader, _ in pipes])
+            with forked_ranks(work, RANKS, plan, meeting, what.elements) as (processes, readers):
+                if host is not None:
+                    host.start()
+                return hurt(what, processes, readers)
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
-            for reader, _ in pipes:
-                reader.close()
             if host is not None:
                 host.close()
 

@@ -11,9 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 
 from collectives.peers.peer_watchdog import process_state
 
@@ -22,6 +24,31 @@ def forking() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.jobs.forked_ranks"])
     return context
+
+
+@contextmanager
+def forked_ranks(
+    work: Callable[..., None], size: int, *given: object
+) -> Iterator[tuple[list[BaseProcess], list[Connection]]]:
+    """Run ``work(rank, *given, reports)`` in a child for each rank; all children are gone behind it."""
+    context = forking()
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
+    processes: list[BaseProcess] = [
+        context.Process(target=work, args=(rank, *given, writer), daemon=True)
+        for rank, (_, writer) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    for _, writer in pipes:
+        writer.close()
+    try:
+        yield processes, [reader for reader, _ in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        for reader, _ in pipes:
+            reader.close()
 
 
 @contextmanager

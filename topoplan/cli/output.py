@@ -31,7 +31,7 @@ from topoplan.cli.arguments import PLOT_OPTIONS, first_set_option
 from topoplan.errors import UsageError, kind_of, warnings_first
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans, collective_name
 from topoplan.solve.upper_bound import Bound, in_network_bound
-from topoplan.units import counted, labelled, name_ranges, number_ranges, plural, rate_words
+from topoplan.units import counted, is_number, labelled, name_ranges, number_ranges, plural, rate_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -180,17 +180,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, gap: int = 2)
     padded = []
     for cells in zip(*lines, strict=True):
         wide = max(map(len, cells))
-        numeric = len(cells) > 1 and all(map(_is_number, cells[1:]))
+        numeric = len(cells) > 1 and all(map(is_number, cells[1:]))
         padded.append([cell.rjust(wide) if numeric else cell.ljust(wide) for cell in cells])
     return "\n".join((" " * gap).join(row).rstrip() for row in zip(*padded, strict=True))
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell.rstrip("x%"))
-    except ValueError:
-        return cell in ("", "-")
-    return True
 
 
 def print_json(value: dict[str, object]) -> None:

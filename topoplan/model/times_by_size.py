@@ -82,11 +82,7 @@ class Crossover:
 
 
 def sweep(
-    plan: Plans,
-    sizes: Sequence[int],
-    *,
-    chunk_bytes: int | None = None,
-    late: Mapping[int, float] | None = None,
+    plan: Plans, sizes: Sequence[int], *, late: Mapping[int, float] | None = None
 ) -> tuple[SizeRow, ...]:
     """Return the model time of a plan at several sizes; plans by size take the plan of each size.
 
@@ -97,7 +93,7 @@ def sweep(
     >>> one.count, f"{one.seconds * 1e6:.2f}", round(one.algbw, 2), round(one.busbw, 2)
     (268435456, '13447.77', 79.85, 149.71)
     """
-    time = clock(plan, chunk_bytes, late=late)
+    time = clock(plan, late=late)
     times = [time(size) for size in sizes]
     return tuple(row(one.collective, one.ranks, one.nbytes, one.seconds) for one in times)
 

@@ -89,7 +89,7 @@ def _gathering(fabric: Fabric, collective: str) -> list[Shard]:
     wires: dict[tuple[int, int], int] = {}
     for link, (src, dst) in zip(fabric.links, fabric.ends, strict=True):
         wires[src, dst] = wires.get((src, dst), 0) + link.count
-    depths = [_depths(onward, owner) for owner in range(fabric.size)]
+    depths = [tree_depths(onward, owner) for owner in range(fabric.size)]
     parents: list[dict[int, int]] = [{} for _ in depths]
     for shard in shards:
         for edge in shard.stages[0].edges:
@@ -155,7 +155,7 @@ def _spread(chosen: dict[int, int], allowed: dict[int, list[int]], width: dict[i
 def _best_shard(fabric: Fabric, collective: str, roots: Sequence[int]) -> Shard:
     """Return the whole buffer over the trees of the best root: lowest, then fastest, then first."""
     steps = _steps(fabric, collective)
-    depths = {root: sum(max(_depths(onward, root)) for onward in steps.values()) for root in roots}
+    depths = {root: sum(max(tree_depths(onward, root)) for onward in steps.values()) for root in roots}
     lowest = min(depths.values())
     routes = LeastLoaded(fabric)
     shards = [_shard(steps, root, routes.emptied(), Fraction(1)) for root in roots if depths[root] == lowest]
@@ -183,7 +183,7 @@ def _shard(steps: Steps, root: int, routes: LeastLoaded, share: Fraction) -> Sha
 
 def _stage(op: str, onward: list[list[int]], root: int, routes: LeastLoaded, share: Fraction) -> Stage:
     """Return a tree of shortest paths; ranks with the fewest possible parents choose first."""
-    depth = _depths(onward, root)
+    depth = tree_depths(onward, root)
     level: dict[int, list[int]] = {}
     for parent, children in enumerate(onward):
         for child in children:
@@ -195,7 +195,7 @@ def _stage(op: str, onward: list[list[int]], root: int, routes: LeastLoaded, sha
     return Stage(op, root, Stage(op, root, tuple(edges)).top_down())
 
 
-def _depths(onward: list[list[int]], root: int) -> list[int]:
+def tree_depths(onward: Sequence[Sequence[int]], root: int) -> list[int]:
     """Return the fewest edges between the root and every rank, in the direction of the data."""
     depth = {root: 0}
     frontier = [root]

@@ -23,6 +23,7 @@ from topoplan.machine.fabric import Fabric
 from topoplan.plans.build import build_plan
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, Shard, Stage
+from topoplan.schedules.low_latency import tree_depths
 from topoplan.schedules.routes import LeastLoaded
 
 OWNER_EXCHANGE = "owner exchange"
@@ -51,7 +52,7 @@ def owner_exchanges(best: Plan) -> list[Plan]:
     if best.collective != "allreduce" or not fabric.direct or not fabric.symmetric or fabric.split:
         return []
     near = [sorted({dst for src, dst in fabric.ends if src == rank}) for rank in range(fabric.size)]
-    hops = np.array([_hops(near, rank) for rank in range(fabric.size)], dtype=np.int64)
+    hops = np.array([tree_depths(near, rank) for rank in range(fabric.size)], dtype=np.int64)
     around = max(map(len, near)) <= 2
     routes = LeastLoaded(fabric)
     made: dict[bool, list[Plan]] = {False: [], True: []}
@@ -85,18 +86,6 @@ def _ahead(one: Plan, other: Plan) -> bool:
     return (one.depth, -one.rate) != (other.depth, -other.rate) and (
         one.depth <= other.depth and one.rate >= other.rate
     )
-
-
-def _hops(near: Sequence[Sequence[int]], start: int) -> list[int]:
-    """Return the hops from a rank to all ranks."""
-    found = {start: 0}
-    order = [start]
-    for rank in order:
-        for other in near[rank]:
-            if other not in found:
-                found[other] = found[rank] + 1
-                order.append(other)
-    return [found[rank] for rank in range(len(near))]
 
 
 def _owners(hops: NDArray[np.int64], first: int, count: int) -> list[int]:

@@ -52,6 +52,11 @@ _AHEAD = 2
 """Speed of the network, in multiples of the servers', for the choice of trees and owners."""
 
 
+def _check_entries(entries: Fraction) -> None:
+    if entries <= 0:
+        raise UsageError(f"{entries} bytes of entries for a byte of the buffer must be above zero")
+
+
 def sparse_servers(
     topology: Topology, *, entries: Fraction, gpus: Sequence[int] | None = None, channels: str = "auto"
 ) -> Plan:
@@ -60,8 +65,7 @@ def sparse_servers(
     ``entries`` is bytes of entries for each byte of the buffer (`topoplan.units.entry_share`). Servers may have
     different numbers of GPUs of the allocation.
     """
-    if entries <= 0:
-        raise UsageError(f"{entries} bytes of entries for a byte of the buffer must be above zero")
+    _check_entries(entries)
     fabric = Allocation.of(topology, gpus=gpus).connected(channels)
     shards = exchanging_servers(fabric, entries)
     proofs: list[tuple[SparseCertificate, Fraction]] = [*_server_proofs(fabric.topology, fabric.channels)]
@@ -325,8 +329,7 @@ def sparse_trees(plan: Plan, *, entries: Fraction) -> Plan:
         raise UsageError(
             f"entries are summed on the trees of an allreduce, and this is a {kind}{plan.collective}"
         )
-    if entries <= 0:
-        raise UsageError(f"{entries} bytes of entries for a byte of the buffer must be above zero")
+    _check_entries(entries)
     if len(plan.ranks) == 1:
         return plan
     if not isinstance(plan.certificate, OneFabric):

@@ -43,12 +43,12 @@ BLOCKED_CALL_SECONDS = 1.0
 ABORT_SECONDS, DESTROY_SECONDS = 2.0, 5.0
 """Time for NCCL to abort or destroy the communicator before a rank continues."""
 
-LOOK_SECONDS = 0.01
+NCCL_POLL_SECONDS = 0.01
 
 WATCH_SECONDS = 0.02
 """Seconds between two looks at a running collective."""
 
-SHUTDOWN_NOTICE_SECONDS = 5.0
+THREAD_END_SECONDS = 5.0
 """Time for the thread to end."""
 
 SHARED_MEMORY, ENOUGH_SHARED = "/dev/shm", 512 << 20
@@ -265,7 +265,7 @@ class NcclConnection:
                 while not link.ready():
                     if time.monotonic() > end:
                         return False
-                    time.sleep(LOOK_SECONDS)
+                    time.sleep(NCCL_POLL_SECONDS)
             except NcclFailed:
                 return False
         self.parent = ParentCommunicator(link, self._name, self._world.rank, self._world.size)
@@ -285,7 +285,7 @@ class NcclConnection:
         if late:
             self._drop(link)
         while not self._ready(link):
-            time.sleep(LOOK_SECONDS)
+            time.sleep(NCCL_POLL_SECONDS)
         return link
 
     def _check(self) -> None:
@@ -307,7 +307,7 @@ class NcclConnection:
         thread.start()
         deadline = time.monotonic() + self._timeout
         while thread.is_alive():
-            thread.join(LOOK_SECONDS)
+            thread.join(NCCL_POLL_SECONDS)
             trouble = self._world.trouble()
             if trouble is None and time.monotonic() > deadline:
                 trouble = self._reported(
@@ -439,7 +439,7 @@ class CollectiveGuard:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(SHUTDOWN_NOTICE_SECONDS)
+        self._thread.join(THREAD_END_SECONDS)
 
     def _work(self) -> None:
         with may_query():

@@ -1,10 +1,10 @@
 """Find out whether silent links still carry packets, before the timeout of a collective.
 
 The end of a link that moves nothing for `SILENT_SECONDS` asks the system at the other end: it opens connections to the
-address at which that rank listens, from this end's own address of the link, and closes them at once. A system that
-runs answers, whatever its processes do: a rank that computes, or is stopped, has a sound link. If no connection of
-`PROBES` is answered within `ANSWER_SECONDS`, or a round trip of the link if that is more, nothing comes back over it.
-A link is not silent while the system gets packets, such as the acknowledgements of a slow link.
+address at which that rank listens, from this end's own address of the link, and closes them at once. A system that runs
+answers, whatever its processes do: a rank that computes, or is stopped, has a sound link. If no connection of `PROBES`
+is answered within `PROBE_ANSWER_SECONDS`, or a round trip of the link if that is more, nothing comes back over it. A
+link is not silent while the system gets packets, such as the acknowledgements of a slow link.
 
 Other ways are wrong or late. ``TCP_USER_TIMEOUT`` ends the connection to a stopped rank too, once its window is closed
 (Linux counts from the first probe of a closed window, answered or not: ``tcp_probe_timer``). Missing acknowledgements
@@ -30,10 +30,10 @@ LinkEnds = tuple[str | None, tuple[str, int]]
 SILENT_SECONDS = 0.05
 """Time without movement after which a link is probed."""
 
-ANSWER_SECONDS = 0.08
+PROBE_ANSWER_SECONDS = 0.08
 """Time for an answer. Time in which this process did not run does not count."""
 
-LOOK_SECONDS = 0.03
+PROBE_CHECK_SECONDS = 0.03
 """The longest time between two looks that counts: a rank looks about every 20 ms, unless it did not run."""
 
 PROBES = 4
@@ -85,11 +85,11 @@ class LinkProbes:
     def unanswered(self, silent: Mapping[str, float]) -> list[str]:
         """Return the silent links that do not answer; to be called again and again.
 
-        `silent` has the seconds that an answer may take, if they are more than `ANSWER_SECONDS`.
+        `silent` has the seconds that an answer may take, if they are more than `PROBE_ANSWER_SECONDS`.
         """
         for name in [one for one in self._trials if one not in silent]:
             self._trials.pop(name).close()
-        return [name for name in sorted(silent) if self._look(name, max(silent[name], ANSWER_SECONDS))]
+        return [name for name in sorted(silent) if self._look(name, max(silent[name], PROBE_ANSWER_SECONDS))]
 
     def close(self) -> None:
         """End all probes."""
@@ -106,7 +106,7 @@ class LinkProbes:
             trial.pause = min(2 * trial.pause, LONGEST_PAUSE)
             return False
         if trial.probes:
-            trial.waited += min(now - trial.looked, LOOK_SECONDS)
+            trial.waited += min(now - trial.looked, PROBE_CHECK_SECONDS)
         trial.looked = now
         if len(trial.probes) < PROBES:
             with contextlib.suppress(

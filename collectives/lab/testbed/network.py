@@ -42,19 +42,6 @@ class PlanFlow:
     route: tuple[str, ...]
 
 
-def plan_flows(plan: Plan) -> tuple[PlanFlow, ...]:
-    """Return the flows of a plan, sorted.
-
-    GPU 1 sends to GPU 4 over 5, and 4 to 1 over 5, in one direction of Blink's allocation; both ways at once:
-
-    >>> import topoplan
-    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7])
-    >>> [(flow.source, flow.destination) for flow in plan_flows(plan)]
-    [(0, 2), (1, 2), (1, 3), (2, 0), (2, 1), (2, 3), (3, 1), (3, 2)]
-    """
-    return tuple(sorted({flow_of(stage, edge) for _, _, stage, edge in _numbered_edges(plan)}))
-
-
 def flow_of(stage: Stage, edge: Edge) -> PlanFlow:
     """Return the flow of a tree edge."""
     if stage.op == "reduce":

@@ -26,7 +26,7 @@ from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.backends.uneven_exchange import demand_of
 from collectives.communicator.communicator import Communicator
 from collectives.lab.benchmark import DIVIDED, METHODS
-from collectives.lab.testbed.sandbox import SandboxJob, ScheduledPlan, cut_links, shape_links
+from collectives.lab.testbed.sandbox import SandboxJob, ScheduledPlan, change_interfaces, shape_links
 from collectives.tables.lowering import lower
 from topoplan.errors import BackendError, TopoplanError, UsageError
 from topoplan.plans.certificates.exchange import Demand
@@ -199,7 +199,7 @@ def _run_dropping(job: SandboxJob, communicator: Communicator, plan: Plan, sched
 def _cut(job: SandboxJob) -> None:
     """Cut links, and report when this began."""
     began = time.monotonic()
-    cut_links(job.cut)
+    change_interfaces(job.cut)
     _write_record(cut=began)
 
 

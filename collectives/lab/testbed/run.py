@@ -343,11 +343,8 @@ def run_job(job: SandboxJob, progress: Callable[[str], None] | None = None) -> J
     cut: float | None = None
     failures: list[dict[str, object]] = []
     with tempfile.TemporaryFile("w+", encoding="utf-8") as stderr:
-        with sandbox.run_in_sandbox("collectives.lab.testbed.sandbox", stderr) as process:
-            assert process.stdin is not None, "stdin is a pipe"
+        with sandbox.run_in_sandbox("collectives.lab.testbed.sandbox", job.to_json(), stderr) as process:
             assert process.stdout is not None, "stdout is a pipe"
-            process.stdin.write(job.to_json() + "\n")
-            process.stdin.flush()
             for line in process.stdout:
                 raise_if_interrupted()
                 record = json.loads(line)

@@ -69,11 +69,11 @@ def sandbox_refusal() -> str:
 
 
 @contextmanager
-def run_in_sandbox(module: str, stderr: IO[str]) -> Iterator[subprocess.Popen[str]]:
+def run_in_sandbox(module: str, job: str, stderr: IO[str]) -> Iterator[subprocess.Popen[str]]:
     """Run a Python module as the first process of new namespaces, with pipes to its stdin and stdout.
 
-    At the end it and all its children are killed. It is in another process group, so Ctrl-C does not reach it; if this
-    process is killed, it ends because its stdin does.
+    It gets a line of text, which `read_job` returns there. At the end it and all its children are killed. It is in
+    another process group, so Ctrl-C does not reach it; if this process is killed, it ends because its stdin does.
     """
     process = subprocess.Popen(
         [*UNSHARE, sys.executable, "-m", module],
@@ -83,7 +83,10 @@ def run_in_sandbox(module: str, stderr: IO[str]) -> Iterator[subprocess.Popen[st
         text=True,
         start_new_session=True,
     )
+    assert process.stdin is not None, "stdin is a pipe"
     try:
+        process.stdin.write(job + "\n")
+        process.stdin.flush()
         yield process
     finally:
         process.kill()
@@ -131,9 +134,10 @@ def _enter_namespace(libc: ctypes.CDLL, namespace: int) -> None:
 def build_network(
     create: Sequence[str], inside: Mapping[str, Sequence[str]], shape: Mapping[str, Sequence[str]]
 ) -> None:
-    """Run the commands of `collectives.lab.testbed.network.NetworkCommands`; ProbeError with the output of ``ip`` or
-    ``tc``.
+    """Run the commands of `collectives.lab.testbed.network.NetworkCommands` with a private /run; ProbeError with the
+    output of ``ip`` or ``tc``.
     """
+    subprocess.run(PRIVATE_RUN, check=True)
     _run_batch(["ip"], create)
     for namespace, lines in inside.items():
         with in_namespace(namespace):
@@ -150,8 +154,8 @@ def shape_links(shape: Mapping[str, Sequence[str]]) -> None:
             _run_batch(["tc"], lines)
 
 
-def cut_links(cut: Mapping[str, Sequence[str]]) -> None:
-    """Run commands for ip in each namespace; ProbeError if it refuses."""
+def change_interfaces(cut: Mapping[str, Sequence[str]]) -> None:
+    """Run commands for ip in each namespace, which set interfaces down or up; ProbeError if it refuses."""
     for namespace, lines in cut.items():
         with in_namespace(namespace):
             _run_batch(["ip"], lines)
@@ -346,11 +350,9 @@ FAILURE_GRACE_SECONDS = 3.0
 
 def main() -> int:
     """Run the job; exit status 1 if a rank failed or the network cannot be built."""
-    line = sys.stdin.readline()
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    line = read_job()
     job = SandboxJob.from_json(line)
     try:
-        subprocess.run(PRIVATE_RUN, check=True)
         build_network(job.commands.create, job.commands.inside, job.commands.shape)
         if job.links:
             print(json.dumps({"links": measure_links(job.links, MAX_TOTAL_BITS)}), flush=True)
@@ -360,6 +362,13 @@ def main() -> int:
     JOB_FOLDER.mkdir()
     (JOB_FOLDER / "job.json").write_text(line, encoding="utf-8")
     return _run_ranks(job) if job.schedules else 0
+
+
+def read_job() -> str:
+    """Return the line of `run_in_sandbox`; from there on this process ends when its stdin does."""
+    line = sys.stdin.readline()
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    return line
 
 
 def _end_with_stdin() -> None:

@@ -34,7 +34,7 @@ from collectives.backends.tcp.connections import (
     parse_wires,
     wires_of,
 )
-from collectives.backends.tcp.link_probe import ANSWER_SECONDS, LinkEnds, LinkProbes
+from collectives.backends.tcp.link_probe import PROBE_ANSWER_SECONDS, LinkEnds, LinkProbes
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.lab.testbed.network import crossed_links, lay_out_network, wires_file
 from collectives.peers.rendezvous import Rendezvous
@@ -321,7 +321,7 @@ def test_a_link_without_an_answer_is_lost_soon(ends: LinkEnds) -> None:
     probes = LinkProbes(lambda cable: ends, clock)
     found = looks(probes, clock, every=0.02, until=1.0)
     assert found is not None
-    assert ANSWER_SECONDS <= found < ANSWER_SECONDS + 0.03
+    assert PROBE_ANSWER_SECONDS <= found < PROBE_ANSWER_SECONDS + 0.03
     probes.close()
     found = looks(probes, clock, every=0.02, until=1.0, answer=0.5)
     assert found is not None
@@ -338,7 +338,7 @@ def test_time_in_which_a_rank_did_not_run_is_not_time_without_an_answer() -> Non
     assert probes.unanswered({}) == []  # it moves again: the next silence counts from its own beginning
     found = looks(probes, clock, every=0.02, until=1.0)
     assert found is not None
-    assert found >= ANSWER_SECONDS
+    assert found >= PROBE_ANSWER_SECONDS
     probes.close()
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import topoplan
 from collectives.lab import calibrate_command
-from collectives.lab.calibrate_command import PeerCopies
+from collectives.lab.peer_copies import PeerCopies
 from tests.support import fake_cupy
 from tests.support.tool_outputs import NVBANDWIDTH, P2P, TOPO
 from topoplan.cli.main import main

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import topoplan
-from collectives.lab.calibrate_command import PeerCopies, visible_bus_ids
+from collectives.lab.peer_copies import PeerCopies, visible_bus_ids
 from topoplan.cli.main import main
 from topoplan.errors import ProbeError
 from topoplan.machine.topology import Device, Topology

@@ -33,7 +33,6 @@ from collectives.lab.testbed.network import (
     lay_out_network,
     management_address,
     network_commands,
-    plan_flows,
     reshape_commands,
     slowed_plan,
     wires_file,
@@ -96,7 +95,7 @@ def test_every_flow_of_a_stage_runs_as_its_data_does() -> None:
     plan = forest_plan(4, "allreduce", "chain")
     up = {(e.child, e.parent) for shard in plan.shards for e in shard.stages[0].edges}
     down = {(e.parent, e.child) for shard in plan.shards for e in shard.stages[1].edges}
-    assert {(flow.source, flow.destination) for flow in plan_flows(plan)} == up | down
+    assert {(flow.source, flow.destination) for flow in crossed_links(plan)} == up | down
 
 
 def test_a_route_without_a_wire_is_named_with_its_shard() -> None:
@@ -112,7 +111,7 @@ def test_a_route_without_a_wire_is_named_with_its_shard() -> None:
 
 
 def test_a_relaying_ring_has_one_flow_for_each_route() -> None:
-    flows = plan_flows(PLANS["relayed"]())
+    flows = crossed_links(PLANS["relayed"]())
     assert len(flows) > len({(flow.source, flow.destination) for flow in flows})
 
 
@@ -203,7 +202,7 @@ def test_every_cable_has_wires_though_a_plan_leaves_it_idle(name: str) -> None:
     assert len(pairs) == len(flows) == 2 * len(every)
     for other in every:
         after = topoplan.plan(topoplan.without_links(machine, [other]))
-        assert {(flow.source, flow.destination) for flow in plan_flows(after)} <= pairs
+        assert {(flow.source, flow.destination) for flow in crossed_links(after)} <= pairs
     assert not cable_flows(plan, flows)
     for flow, links in cable_flows(plan, known).items():
         assert flow.route == (links[0].src, *(link.dst for link in links))

@@ -14,8 +14,9 @@ import topoplan
 from tests.support.checkout import Done
 from tests.support.listings import MATRICES, each
 from tests.support.small_machines import CABLED
+from topoplan.cli.device_tree import device_tree_text, links_in_tree
 from topoplan.cli.output import MAX_COLUMNS
-from topoplan.cli.show import device_tree_text, links_in_tree, matrix_text
+from topoplan.cli.show import matrix_text
 from topoplan.machine.topology import Device, Link, Topology, facts
 from topoplan.reading.load import library
 

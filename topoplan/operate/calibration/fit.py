@@ -1,6 +1,6 @@
 """Fit latency and bandwidth of a pair of GPUs to the times of its copies: t(n) = alpha + n / beta (Hockney 1994).
 
-A `Meter` times copies on its machine; `collectives.lab.calibrate_command.PeerCopies` does so with CUDA. A meter of
+A `Meter` times copies on its machine; `collectives.lab.peer_copies.PeerCopies` does so with CUDA. A meter of
 processes against each other belongs to a back end and is absent. Each size counts with the median of its repeats.
 The line through the medians has the least sum of |alpha + n/beta - t| / t, with alpha >= 0. Such a line is among
 those through two points, or through one with alpha = 0 or 1/beta = 0 (Bloomfield and Steiger, Least Absolute

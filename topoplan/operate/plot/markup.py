@@ -18,7 +18,7 @@ from itertools import pairwise
 
 from topoplan.operate.plot.machine import MachineLayout
 from topoplan.operate.plot.panels import Kind, Panel, box_width, kind_text
-from topoplan.units import format_size
+from topoplan.units import format_size, is_number
 
 VOID = frozenset({"br", "hr", "meta"})
 """Elements without an end tag."""
@@ -73,7 +73,7 @@ def items(lines: Iterable[str | Markup], *, kind: str = "ul") -> Markup:
 def table(header: Sequence[str], rows: Sequence[Sequence[str | Markup]], *, caption: str = "") -> Markup:
     """Return a table that scrolls on narrow pages; columns of numbers are right-aligned."""
     columns = list(zip(*rows, strict=True)) if rows else [() for _ in header]
-    numeric = ["number" if column and all(map(_is_number, column)) else None for column in columns]
+    numeric = ["number" if column and all(map(is_number, column)) else None for column in columns]
 
     def row(cells: Sequence[str | Markup], kind: str) -> Markup:
         made = (
@@ -91,14 +91,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str | Markup]], *, capt
 def folded(summary: str, *inside: str | Markup) -> Markup:
     """Return content that is shown on a click, and always on paper."""
     return element("details", element("summary", summary), *inside)
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell.rstrip("x%"))
-    except ValueError:
-        return cell in ("", "-")
-    return True
 
 
 def _name(key: str) -> str:
