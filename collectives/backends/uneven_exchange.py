@@ -180,7 +180,9 @@ def _equal_counts(rows: int, size: int, rank: int) -> tuple[int, ...]:
 def _checked_counts(row: Any, size: int, rank: int, name: str) -> tuple[int, ...]:
     """Return the counts of a rank; raise `UsageError` unless they are a whole number from 0 on for each rank."""
     try:
-        counts = tuple(int(index(one)) for one in row)
+        listed = [*row]
+        # a mask of truth values is not a list of counts
+        counts = None if any(isinstance(one, bool) for one in listed) else tuple(map(index, listed))
     except TypeError:
         counts = None
     if counts is None or min(counts, default=0) < 0:

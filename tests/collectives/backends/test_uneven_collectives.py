@@ -288,6 +288,10 @@ REFUSED: list[tuple[Callable[[Communicator, int], Any], str]] = [
         r"counts of rank \d must be whole numbers from 0 on, got \[2, 3, -1, 0\]",
     ),
     (
+        lambda comm, rank: comm.reduce_scatter_v(np.zeros(4), [True] * 4 if rank == 1 else ONES),
+        r"counts of rank 1 must be whole numbers from 0 on, got \[True, True, True, True\]",
+    ),
+    (
         lambda comm, rank: comm.reduce_scatter_v(np.zeros(4), ONES, op="max" if rank == 1 else "sum"),
         "rank 1 runs another collective: op 'max' instead of 'sum'",
     ),
