@@ -36,6 +36,7 @@ from topoplan.model.schedule_selection import plan_like
 from topoplan.plans.certificates.exchange import Demand, DemandMatrix
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
 from topoplan.plans.verify import verify_all
+from topoplan.solve.packing.block_trees import plan_blocks
 
 Key = TypeVar("Key")
 
@@ -381,8 +382,6 @@ class PlanStore:
         key = (even.collective, even.channels, demand)
         plans = self._of_blocks.pop(key, None)
         if plans is None:
-            from topoplan.solve.packing.block_trees import plan_blocks  # few jobs plan for their blocks
-
             plans = (made_by or plan_locally)(lambda: plan_blocks(even, demand))
             self.demands_planned += 1
         return _kept(self._of_blocks, key, plans)
