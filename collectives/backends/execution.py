@@ -30,6 +30,7 @@ from collectives.backends.backend import (
     RankArrays,
     StartedCall,
 )
+from collectives.backends.demand_plans import demand_of, digest_of
 from collectives.backends.exchange_rounds import ExchangeRounds
 from collectives.backends.open_backend import check_helpers
 from collectives.backends.plan_and_chunk_store import ChunkSizes, PlanStore, plan_locally
@@ -38,8 +39,6 @@ from collectives.backends.uneven_exchange import (
     UNEVEN,
     KnownCounts,
     UnevenCall,
-    demand_of,
-    digest_of,
     uneven_request,
 )
 from collectives.peers.agreement import Gather, plan_on_one_rank
@@ -51,7 +50,6 @@ from collectives.tables.transfer_table import (
     RankBlocks,
     Traffic,
     TransferTable,
-    UnevenBlocks,
     place_in,
 )
 from topoplan.errors import BackendError, RefusedError, UsageError
@@ -589,7 +587,15 @@ class Execution(Generic[Array]):
             alone = "broadcast" if kind.uneven.gathered else "reduce"
             return self._plan(alone, kind.uneven.only, kind.nbytes)
         plan = self._plan(kind.collective, kind.root if kind.uneven is None else None, kind.nbytes)
-        if not isinstance(kind.uneven, UnevenBlocks):
+        if isinstance(kind.uneven, RankBlocks):
+            blocks = kind.uneven.counts
+            return self.store.plan_of_blocks(
+                blocks,
+                kind.itemsize,
+                plan,
+                made_by=lambda make: self.planned(make, collective=kind.method, about=digest_of((blocks,))),
+            )
+        if kind.uneven is None:
             return plan
         demand = demand_of(kind.rows)
         if demand is None and not isinstance(plan.certificate, Demand):

@@ -19,10 +19,16 @@ from collections.abc import Callable, Generator
 from copy import copy
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
+from collectives.backends.demand_plans import (
+    demand_of,
+    demand_of_blocks,
+    has_paths,
+    is_worth_planning,
+    serving_plan,
+)
 from collectives.backends.request import Counts
-from collectives.backends.uneven_exchange import demand_of, has_paths, serving_plan
 from collectives.tables.lowering import PlanKey
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
@@ -30,6 +36,9 @@ from topoplan.model.schedule_selection import plan_like
 from topoplan.plans.certificates.exchange import Demand, DemandMatrix
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
 from topoplan.plans.verify import verify_all
+from topoplan.solve.packing.block_trees import plan_blocks
+
+Key = TypeVar("Key")
 
 FIRST_CHUNK = 1 << 20
 """First size, in bytes."""
@@ -54,7 +63,7 @@ OPEN_SEARCHES = 64
 """The most concurrent searches; beyond them the oldest is dropped."""
 
 KEPT_DEMANDS = 16
-"""The most plans of uneven all-to-alls that are kept; beyond them the least recently used is dropped."""
+"""The most plans of uneven blocks that are kept; beyond them the least recently used is dropped."""
 
 ChunkKey = tuple[str, str, int]
 """Plan digest, back end, and the power of two that the bytes do not exceed."""
@@ -252,6 +261,14 @@ def _power_of_two(value: object) -> TypeGuard[int]:
     return _positive(value) and value.bit_count() == 1
 
 
+def _kept(plans: dict[Key, Plans], key: Key, made: Plans) -> Plan:
+    """Keep plans as the latest of `KEPT_DEMANDS`, and return the plan of large buffers among them."""
+    if len(plans) == KEPT_DEMANDS:
+        del plans[next(iter(plans))]
+    plans[key] = made
+    return made.plans[-1]
+
+
 class PlanStore:
     """Verified plans of one allocation by collective, root and message size, and their transfer tables.
 
@@ -273,6 +290,8 @@ class PlanStore:
         self._given = plans
         self._plans: dict[tuple[str, int | None], Plans] = {(plans.collective, plans.root): plans}
         self._of_demands: dict[DemandMatrix, Plans] = {}
+        self._of_blocks: dict[tuple[str, tuple[str, ...], tuple[int, ...]], Plans] = {}
+        """By collective, channels and proportions of the blocks."""
         if plans.collective == ALL_TO_ALL and isinstance(certificate := plans.plans[-1].certificate, Demand):
             given = demand_of(certificate.demand)
             if given is not None:
@@ -283,7 +302,8 @@ class PlanStore:
     def copied(self) -> PlanStore:
         """Return a store with the same plans, whose later plans this one does not get."""
         made = copy(self)
-        made._plans, made._of_demands, made._keys = dict(self._plans), dict(self._of_demands), {}
+        made._plans, made._keys = dict(self._plans), {}
+        made._of_demands, made._of_blocks = dict(self._of_demands), dict(self._of_blocks)
         return made
 
     @property
@@ -342,10 +362,29 @@ class PlanStore:
                 return served
             plans = (made_by or plan_locally)(lambda: plan_like(self._given, ALL_TO_ALL, demand=demand))
             self.demands_planned += 1
-            if len(self._of_demands) == KEPT_DEMANDS:
-                del self._of_demands[next(iter(self._of_demands))]
-        self._of_demands[demand] = plans
-        return plans.plans[-1]
+        return _kept(self._of_demands, demand, plans)
+
+    def plan_of_blocks(
+        self,
+        blocks: tuple[int, ...],
+        itemsize: int,
+        even: Plan,
+        *,
+        made_by: Callable[[Callable[[], Plans]], Plans] | None = None,
+    ) -> Plan:
+        """Return the plan of an allgather or reduce-scatter of these blocks, in elements, with `made_by` as in `plan`.
+
+        It is that of equal blocks (`even`) unless another one is worth its planning.
+        """
+        demand = demand_of_blocks(blocks)
+        if demand is None or not is_worth_planning(self.key(even), blocks, itemsize):
+            return even
+        key = (even.collective, even.channels, demand)
+        plans = self._of_blocks.pop(key, None)
+        if plans is None:
+            plans = (made_by or plan_locally)(lambda: plan_blocks(even, demand))
+            self.demands_planned += 1
+        return _kept(self._of_blocks, key, plans)
 
     @cached_property
     def digest(self) -> str:

@@ -1,17 +1,11 @@
-"""Check the counts of uneven blocks, agree on them, and round those of an all-to-all to the demand that is planned.
+"""Check the counts of uneven blocks, and agree on them.
 
 Rank r sends ``counts[r][s]`` rows of axis 0 to rank s. Every rank knows its own counts; a gather of texts gives it all
 others'. Lengths are bound when the call runs: a plan fixes the paths of each block and their shares.
 
 A scatter is an all-to-all in which one rank sends, a gather one in which one rank receives. An all-gather sends one
-block to all, so a row has one count; in a reduce-scatter all ranks send alike, so a column has one. Both run by the
-trees of the plan of equal blocks, or by those of a broadcast or reduce if one rank alone has a block.
-
-A plan that is known serves other counts too, if by its paths they take at most `SERVED_WITHIN` of the least time that
-some certificate of the known plans proves for them (`serving_plan`); all of it in exact numbers, so that all ranks
-decide alike. Otherwise a demand is planned: each block as the next eighth of the longest one, or as the next power of
-two below an eighth. So no block has less than its bytes, and the plan takes at most as long for these counts as for
-their demand. Blocks that stay are no traffic, and are planned alike.
+block to all, so a row has one count; in a reduce-scatter all ranks send alike, so a column has one. The plan for some
+counts is that of `collectives.backends.demand_plans`, or of a broadcast or reduce if one rank alone has a block.
 """
 
 from __future__ import annotations
@@ -19,10 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import lru_cache
-from hashlib import sha256
-from math import gcd, lcm, prod
+from math import prod
 from operator import index
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
@@ -37,14 +28,9 @@ from collectives.backends.request import (
     checked_root,
     one_per_rank,
 )
-from collectives.tables.lowering import PlanKey, block_shares
 from collectives.tables.transfer_table import RankBlocks, UnevenBlocks
-from topoplan.errors import PlanError, UsageError
-from topoplan.machine.fabric import Fabric
-from topoplan.plans.certificates.certificate import OneFabric
-from topoplan.plans.certificates.exchange import Demand, DemandMatrix
-from topoplan.plans.loads import stage_links
-from topoplan.plans.plan import ALL_TO_ALL, Plan
+from topoplan.errors import UsageError
+from topoplan.plans.plan import ALL_TO_ALL
 
 Array = TypeVar("Array")
 
@@ -59,15 +45,6 @@ UNEVEN, ALL_GATHER_V, REDUCE_SCATTER_V, SCATTER, GATHER = (
 
 KNOWN_COUNTS = 16
 """Matrices of counts that ranks need not send again."""
-
-SERVED_WITHIN = Fraction(9, 8)
-"""The most of the least possible time that counts may take by the plan of other ones."""
-
-MOST_PLANNED = 32
-"""The most ranks for which demands are planned: with more it takes seconds."""
-
-STEPS = 8
-"""Parts of the longest block to which the others are rounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +180,9 @@ def _equal_counts(rows: int, size: int, rank: int) -> tuple[int, ...]:
 def _checked_counts(row: Any, size: int, rank: int, name: str) -> tuple[int, ...]:
     """Return the counts of a rank; raise `UsageError` unless they are a whole number from 0 on for each rank."""
     try:
-        counts = tuple(int(index(one)) for one in row)
+        listed = [*row]
+        # a mask of truth values is not a list of counts
+        counts = None if any(isinstance(one, bool) for one in listed) else tuple(map(index, listed))
     except TypeError:
         counts = None
     if counts is None or min(counts, default=0) < 0:
@@ -392,115 +371,3 @@ def _uneven_kind(
         method=method,
     )
     return _KINDS.setdefault(key, made)
-
-
-@lru_cache(maxsize=64)
-def demand_of(rows: Counts) -> DemandMatrix | None:
-    """Return the demand that is planned for some rows; None if the plan of equal blocks is meant.
-
-    >>> demand_of(((9, 80, 3), (41, 0, 0), (75, 1, 0)))
-    ((1, 64, 4), (40, 1, 0), (64, 1, 1))
-    >>> demand_of(((0, 50), (49, 7))), demand_of(((3, 0), (0, 4))), demand_of(())
-    (None, None, None)
-    """
-    longest = max((count for r, row in enumerate(rows) for s, count in enumerate(row) if r != s), default=0)
-    rounded = [
-        [_rounded(count, longest) if r != s else 0 for s, count in enumerate(row)]
-        for r, row in enumerate(rows)
-    ]
-    moved = {one for r, row in enumerate(rounded) for s, one in enumerate(row) if r != s}
-    if len(moved) < 2:
-        return None
-    part = gcd(*moved)
-    return tuple(
-        tuple(1 if r == s else one // part for s, one in enumerate(row)) for r, row in enumerate(rounded)
-    )
-
-
-def _rounded(count: int, longest: int) -> int:
-    """Return a count in parts of 64 of the longest, rounded up to 8, 16 .. 64 or a power of two."""
-    parts = -(-count * STEPS * STEPS // longest) if count else 0
-    return (
-        -(-parts // STEPS) * STEPS if parts > STEPS else 1 << max(parts - 1, 0).bit_length() if parts else 0
-    )
-
-
-def serving_plan(known: Sequence[PlanKey], rows: Counts) -> Plan | None:
-    """Return the known plan by which some rows take the least time, if that is close to the least possible one.
-
-    Among more than `MOST_PLANNED` ranks it is returned in any case, if it has all paths. The first of equals is taken.
-
-    >>> import topoplan
-    >>> plan = topoplan.plan("v100x4", "alltoall")
-    >>> near, far = ((0, 9, 8, 8), *((8, 8, 8, 8),) * 3), ((0, 9, 0, 0), *((0, 0, 0, 0),) * 3)
-    >>> [serving_plan([PlanKey(plan.digest, plan)], rows) is plan for rows in (near, far)]
-    [True, False]
-    """
-    moved = tuple(tuple(count * (r != s) for s, count in enumerate(row)) for r, row in enumerate(rows))
-    times = [(_time_by(key, moved), number) for number, key in enumerate(known) if has_paths(key, rows)]
-    if not times:
-        return None
-    time, number = min(times)
-    if len(rows) <= MOST_PLANNED:
-        bounds = (_least_time(key, moved) for key in known)
-        if all(time > bound * SERVED_WITHIN for bound in bounds):
-            return None
-    return known[number].plan
-
-
-@lru_cache(maxsize=64)
-def _fabric(key: PlanKey) -> Fabric:
-    return Fabric(key.plan.topology, key.plan.channels)
-
-
-@lru_cache(maxsize=64)
-def _crossings(key: PlanKey) -> tuple[int, list[tuple[int, int, int, list[int]]], list[Fraction]]:
-    """Return the paths of a plan, as destination, source, parts of the block and links; their unit; and capacities."""
-    fabric = _fabric(key)
-    shares, shards = block_shares(key), iter(key.plan.shards)
-    unit = lcm(*(part.denominator for parts in shares.values() for part in parts))
-    crossed = []
-    for (destination, source), parts in shares.items():
-        for part in parts:  # shards of a block follow one another
-            links = stage_links(next(shards).stages[0], fabric)
-            crossed.append((destination, source, int(part * unit), links))
-    return unit, crossed, list(fabric.capacity)
-
-
-def has_paths(key: PlanKey, rows: Counts) -> bool:
-    """Return whether a plan has a path for every block with rows, blocks that stay included."""
-    shares = block_shares(key)
-    return all((s, r) in shares for r, row in enumerate(rows) for s, count in enumerate(row) if count)
-
-
-def _time_by(key: PlanKey, moved: Counts) -> Fraction:
-    """Return the time of rows by the paths of a plan, in ns if a row is a byte."""
-    unit, crossed, capacity = _crossings(key)
-    loads = [0] * len(capacity)
-    for destination, source, parts, links in crossed:
-        amount = parts * moved[source][destination]
-        if amount:
-            for link in links:
-                loads[link] += amount
-    fullest: dict[Fraction, int] = {}
-    for width, load in zip(capacity, loads, strict=True):
-        fullest[width] = max(load, fullest.get(width, 0))
-    return max(load / (unit * width) for width, load in fullest.items())
-
-
-def _least_time(key: PlanKey, moved: Counts) -> Fraction:
-    """Return a lower bound of `_time_by` for any plan, proved by the certificate of this one; 0 without one."""
-    certificate = key.plan.certificate
-    lengths = certificate.certificate if isinstance(certificate, Demand) else certificate
-    if not isinstance(lengths, OneFabric):
-        return Fraction(0)
-    demand = Demand(moved, lengths)
-    try:
-        return demand.buffer / demand.bound(_fabric(key), ALL_TO_ALL, None)
-    except PlanError:  # these lengths prove nothing here
-        return Fraction(0)
-
-
-def digest_of(demand: DemandMatrix) -> str:
-    """Return a text of a demand that is the same on all ranks."""
-    return "demand " + sha256(repr(demand).encode()).hexdigest()[:16]

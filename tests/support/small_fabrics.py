@@ -168,8 +168,13 @@ def routes(topology: Topology) -> dict[tuple[int, int], list[Path]]:
     return found
 
 
-def rate_by_flows(topology: Topology, collective: str, *, root: int | None = None) -> float:
-    """The best rate on any machine whose switches only forward, as one linear program over flows."""
+def rate_by_flows(
+    topology: Topology, collective: str, *, root: int | None = None, blocks: Sequence[int] = ()
+) -> float:
+    """The best rate on any machine whose switches only forward, as one linear program over flows.
+
+    ``blocks`` are in proportion to what ranks own in an allgather or reduce-scatter, by default equal.
+    """
     size = len(topology.gpus)
     paths = [(pair, path) for pair, several in routes(topology).items() for path in several]
     pairs = list(permutations(range(size), 2))
@@ -192,7 +197,8 @@ def rate_by_flows(topology: Topology, collective: str, *, root: int | None = Non
         if collective in ROOTED and v != root:
             equal.append({names["weight", v]: 1.0})
         if collective in ("allgather", "reduce_scatter"):
-            equal.append({names["weight", v]: 1.0, 0: -1 / size})
+            part = blocks[v] / sum(blocks) if blocks else 1 / size
+            equal.append({names["weight", v]: 1.0, 0: -part})
     for link in topology.links:
         crossed = {
             names[op, i]: 1.0

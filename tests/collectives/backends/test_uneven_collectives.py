@@ -193,6 +193,74 @@ def test_equal_blocks_are_scattered_and_gathered_by_the_plan_of_their_demand() -
         assert from_root == 4 * 3 * 480
 
 
+HOT = [4_000_000, 0, 300_000, 400_000]
+"""Bytes of blocks of which the first is worth a plan of its own on four GPUs."""
+
+
+@pytest.mark.parametrize("collective", ["all_gather_v", "reduce_scatter_v"])
+def test_a_long_block_runs_by_trees_for_it(collective: str) -> None:
+    """In less than half the time of the trees of equal blocks; near counts share its plan, short ones have none."""
+    with Communicator(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]), chunk_bytes=1 << 20) as comm:
+        store = comm._members.execution.store
+        planned = []
+        for counts in (
+            HOT,
+            [count // 1000 for count in HOT],
+            [count - 7 * (count > 0) for count in HOT],
+            [1_000_000] * 3 + [1_000_100],
+            HOT[::-1],
+            HOT,
+        ):
+            if collective == "all_gather_v":
+                blocks = blocks_of(counts, (), "int8")
+                before = comm.bytes_sent()
+                for found in comm.all_gather_v(blocks, counts):
+                    assert np.array_equal(found, np.concatenate(blocks))
+            else:
+                wholes = wholes_of(counts, (), "int8")
+                before = comm.bytes_sent()
+                wanted = parts(np.sum(wholes, axis=0, dtype="int8"), counts)
+                for found, total in zip(comm.reduce_scatter_v(wholes, counts), wanted, strict=True):
+                    assert np.array_equal(found, total)
+            moved = {link: sent - before.get(link, 0) for link, sent in comm.bytes_sent().items()}
+            assert sum(moved.values()) == 3 * sum(counts)  # nothing is padded
+            planned.append(store.demands_planned)
+        assert planned == [1, 1, 1, 1, 2, 2]
+
+
+def test_sums_of_counts_do_not_depend_on_earlier_calls() -> None:
+    """Plans that other counts have left are not taken, since their trees add in another order."""
+    whole = np.random.default_rng(7).random((RANKS, sum(HOT) // 4), dtype=np.float32)
+    texts = []
+    for earlier in ([], [HOT[::-1], [3_800_000, 0, 500_000, 400_000]]):
+        with Communicator(machine_plan(), chunk_bytes=1 << 20) as comm:
+            for counts in earlier:
+                comm.reduce_scatter_v(list(np.zeros((RANKS, sum(counts) // 4), np.float32)), of_words(counts))
+            found = comm.reduce_scatter_v(list(whole), of_words(HOT))
+            texts.append([one.tobytes() for one in found])
+    assert texts[0] == texts[1]
+
+
+def of_words(counts: list[int]) -> list[int]:
+    return [count // 4 for count in counts]
+
+
+@pytest.mark.parametrize("backend", ["shared", "tcp"])
+def test_ranks_plan_a_long_block_once(backend: str) -> None:
+    """One rank plans for all; gathers and reductions have plans of their own."""
+
+    def body(comm: Communicator, rank: int) -> int:
+        counts = of_words(HOT)
+        for _ in range(2):
+            blocks, wholes = blocks_of(counts, ()), wholes_of(counts, ())
+            assert np.array_equal(comm.all_gather_v(blocks[rank]), np.concatenate(blocks))
+            total = parts(sum(wholes[1:], wholes[0]), counts)[rank]
+            assert np.array_equal(comm.reduce_scatter_v(wholes[rank], counts), total)
+        return comm._members.execution.store.demands_planned
+
+    assert on_ranks(body, backend) == [2] * RANKS
+
+
 ONES = [1] * RANKS
 REFUSED: list[tuple[Callable[[Communicator, int], Any], str]] = [
     (
@@ -218,6 +286,10 @@ REFUSED: list[tuple[Callable[[Communicator, int], Any], str]] = [
     (
         lambda comm, rank: comm.reduce_scatter_v(np.zeros(4), [2, 3, -1, 0]),
         r"counts of rank \d must be whole numbers from 0 on, got \[2, 3, -1, 0\]",
+    ),
+    (
+        lambda comm, rank: comm.reduce_scatter_v(np.zeros(4), [True] * 4 if rank == 1 else ONES),
+        r"counts of rank 1 must be whole numbers from 0 on, got \[True, True, True, True\]",
     ),
     (
         lambda comm, rank: comm.reduce_scatter_v(np.zeros(4), ONES, op="max" if rank == 1 else "sum"),

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator
+from collectives.backends.demand_plans import demand_of, serving_plan
 from collectives.backends.loopback.paced_loopback import PacedLoopback
 from collectives.backends.shared.shared_backend import SharedBackend
 from collectives.backends.tcp.tcp_backend import TcpBackend
-from collectives.backends.uneven_exchange import KnownCounts, _uneven_kind, demand_of, serving_plan
+from collectives.backends.uneven_exchange import KnownCounts, _uneven_kind
 from collectives.peers.rendezvous import Rendezvous
 from collectives.tables.lowering import PlanKey
 from tests.support.file_gather import FileGather

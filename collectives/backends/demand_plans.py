@@ -1,0 +1,195 @@
+"""Decide which plan moves uneven blocks: that of equal blocks, a known one, or a new one for their rounded demand.
+
+A plan that is known serves other counts of an all-to-all too, if by its paths they take at most `SERVED_WITHIN` of the
+least time that some certificate of the known plans proves for them (`serving_plan`); all of it in exact numbers, so
+that all ranks decide alike. Otherwise a demand is planned: each block as the next eighth of the longest one, or as the
+next power of two below an eighth. So no block has less than its bytes, and the plan takes at most as long for these
+counts as for their demand. Blocks that stay are no traffic, and are planned alike.
+
+Blocks of an all-gather or reduce-scatter are one for each rank. They run by the trees of equal blocks, if these take at
+most `SERVED_WITHIN` of the time over the slowest cut, or `WORTH_PLANNING` more; else by trees for the blocks in parts
+of 64 of the longest. Nothing else enters that choice, so the same counts add up in the same order, whatever ran before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from hashlib import sha256
+from math import gcd, lcm
+
+from collectives.backends.request import Counts
+from collectives.tables.lowering import PlanKey, block_shares, rank_shares
+from topoplan.errors import PlanError
+from topoplan.machine.fabric import Fabric
+from topoplan.plans.certificates.certificate import OneFabric
+from topoplan.plans.certificates.exchange import Demand, DemandMatrix
+from topoplan.plans.loads import stage_links
+from topoplan.plans.plan import ALL_TO_ALL, Plan
+from topoplan.solve.packing.block_trees import can_plan_blocks, least_time
+
+SERVED_WITHIN = Fraction(9, 8)
+"""The most of the least possible time that counts may take by the plan of other ones."""
+
+MOST_PLANNED = 32
+"""The most ranks for which demands of an all-to-all are planned: with more it takes seconds."""
+
+MOST_GATHERED = 16
+"""The most ranks for which trees are packed for their blocks: 1.6 s on two servers, 13 to 19 s with 32."""
+
+WORTH_PLANNING = Fraction(1, 50_000)
+"""Seconds that trees for the blocks must save: about the starts of the edges by which they may be higher."""
+
+STEPS = 8
+"""Parts of the longest block to which the others are rounded."""
+
+Block = tuple[int, int] | int
+"""Destination and source of a block in an all-to-all, else its owner."""
+
+
+@lru_cache(maxsize=64)
+def demand_of(rows: Counts) -> DemandMatrix | None:
+    """Return the demand that is planned for some rows; None if the plan of equal blocks is meant.
+
+    >>> demand_of(((9, 80, 3), (41, 0, 0), (75, 1, 0)))
+    ((1, 64, 4), (40, 1, 0), (64, 1, 1))
+    >>> demand_of(((0, 50), (49, 7))), demand_of(((3, 0), (0, 4))), demand_of(())
+    (None, None, None)
+    """
+    longest = max((count for r, row in enumerate(rows) for s, count in enumerate(row) if r != s), default=0)
+    rounded = [
+        [_rounded(count, longest) if r != s else 0 for s, count in enumerate(row)]
+        for r, row in enumerate(rows)
+    ]
+    moved = {one for r, row in enumerate(rounded) for s, one in enumerate(row) if r != s}
+    if len(moved) < 2:
+        return None
+    part = gcd(*moved)
+    return tuple(
+        tuple(1 if r == s else one // part for s, one in enumerate(row)) for r, row in enumerate(rounded)
+    )
+
+
+def demand_of_blocks(blocks: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the proportions of the blocks of ranks that are planned; None if those of equal blocks are meant.
+
+    >>> demand_of_blocks((0, 9, 9000, 4500)), demand_of_blocks((7, 7)), demand_of_blocks((0, 0))
+    ((0, 1, 64, 32), None, None)
+    """
+    parts, longest = STEPS * STEPS, max(blocks)
+    rounded = [-(-block * parts // longest) if longest else 0 for block in blocks]
+    part = gcd(*rounded)
+    return tuple(one // part for one in rounded) if len(set(rounded)) > 1 else None
+
+
+def _rounded(count: int, longest: int) -> int:
+    """Return a count in parts of 64 of the longest, rounded up to 8, 16 .. 64 or a power of two."""
+    parts = -(-count * STEPS * STEPS // longest) if count else 0
+    return (
+        -(-parts // STEPS) * STEPS if parts > STEPS else 1 << max(parts - 1, 0).bit_length() if parts else 0
+    )
+
+
+def serving_plan(known: Sequence[PlanKey], rows: Counts) -> Plan | None:
+    """Return the known plan by which some rows take the least time, if that is close to the least possible one.
+
+    Among more than `MOST_PLANNED` ranks it is returned in any case, if it has all paths. The first of equals is taken.
+
+    >>> import topoplan
+    >>> plan = topoplan.plan("v100x4", "alltoall")
+    >>> near, far = ((0, 9, 8, 8), *((8, 8, 8, 8),) * 3), ((0, 9, 0, 0), *((0, 0, 0, 0),) * 3)
+    >>> [serving_plan([PlanKey(plan.digest, plan)], rows) is plan for rows in (near, far)]
+    [True, False]
+    """
+    moved = tuple(tuple(count * (r != s) for s, count in enumerate(row)) for r, row in enumerate(rows))
+    blocks: dict[Block, int] = {(s, r): count for r, row in enumerate(moved) for s, count in enumerate(row)}
+    times = [(_time_by(key, blocks), number) for number, key in enumerate(known) if has_paths(key, rows)]
+    if not times:
+        return None
+    time, number = min(times)
+    if len(rows) <= MOST_PLANNED:
+        bounds = (_least_time(key, moved) for key in known)
+        if all(time > bound * SERVED_WITHIN for bound in bounds):
+            return None
+    return known[number].plan
+
+
+def is_worth_planning(even: PlanKey, blocks: Sequence[int], itemsize: int) -> bool:
+    """Return whether trees for these blocks can save enough time beside those of equal blocks.
+
+    `blocks` are elements of `itemsize` bytes.
+
+    >>> import topoplan
+    >>> plan = topoplan.plan("dgx-1v", "allgather")
+    >>> key = PlanKey(plan.digest, plan)
+    >>> [is_worth_planning(key, (hot, *(1 << 20,) * 7), 4) for hot in (1 << 20, 1 << 21, 10 << 20)]
+    [False, True, True]
+    """
+    if len(blocks) > MOST_GATHERED or not can_plan_blocks(even.plan):
+        return False
+    time = _time_by(even, dict(enumerate(blocks)))
+    least = least_time(_fabric(even), even.plan.collective, blocks)
+    return time > least * SERVED_WITHIN and (time - least) * itemsize > WORTH_PLANNING * 10**9
+
+
+@lru_cache(maxsize=64)
+def _fabric(key: PlanKey) -> Fabric:
+    return Fabric(key.plan.topology, key.plan.channels)
+
+
+@lru_cache(maxsize=64)
+def _crossings(
+    key: PlanKey,
+) -> tuple[int, list[tuple[Block, int, list[int]]], list[Fraction]]:
+    """Return the paths or trees of a plan, as block, parts of it and links; their unit; and capacities."""
+    fabric, trees = _fabric(key), key.plan.collective != ALL_TO_ALL
+    shares: list[tuple[Block, tuple[Fraction, ...]]] = (
+        [*rank_shares(key).items()] if trees else [*block_shares(key).items()]
+    )
+    shards = iter(key.plan.shards)
+    unit = lcm(*(part.denominator for _, parts in shares for part in parts))
+    crossed = []
+    for block, parts in shares:
+        for part in parts:  # shards of a block follow one another
+            crossed.append((block, int(part * unit), list(stage_links(next(shards).stages[0], fabric))))
+    return unit, crossed, list(fabric.capacity)
+
+
+def has_paths(key: PlanKey, rows: Counts) -> bool:
+    """Return whether a plan has a path for every block with rows, blocks that stay included."""
+    shares = block_shares(key)
+    return all((s, r) in shares for r, row in enumerate(rows) for s, count in enumerate(row) if count)
+
+
+def _time_by(key: PlanKey, moved: Mapping[Block, int]) -> Fraction:
+    """Return the time of blocks by the paths or trees of a plan, in ns if they are counted in bytes."""
+    unit, crossed, capacity = _crossings(key)
+    loads = [0] * len(capacity)
+    for block, parts, links in crossed:
+        amount = parts * moved[block]
+        if amount:
+            for link in links:
+                loads[link] += amount
+    fullest: dict[Fraction, int] = {}
+    for width, load in zip(capacity, loads, strict=True):
+        fullest[width] = max(load, fullest.get(width, 0))
+    return max(load / (unit * width) for width, load in fullest.items())
+
+
+def _least_time(key: PlanKey, moved: Counts) -> Fraction:
+    """Return a lower bound of `_time_by` for any plan, proved by the certificate of this one; 0 without one."""
+    certificate = key.plan.certificate
+    lengths = certificate.certificate if isinstance(certificate, Demand) else certificate
+    if not isinstance(lengths, OneFabric):
+        return Fraction(0)
+    demand = Demand(moved, lengths)
+    try:
+        return demand.buffer / demand.bound(_fabric(key), ALL_TO_ALL, None)
+    except PlanError:  # these lengths prove nothing here
+        return Fraction(0)
+
+
+def digest_of(demand: DemandMatrix) -> str:
+    """Return a text of a demand that is the same on all ranks."""
+    return "demand " + sha256(repr(demand).encode()).hexdigest()[:16]
