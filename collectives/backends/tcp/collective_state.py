@@ -207,6 +207,7 @@ class TcpCollective:
         self._words = self._frame.view(np.int64)
         self._times = np.zeros((0, 2), dtype=np.int64)
         self._counts = np.zeros((len(program.links), 2), dtype=np.int64)
+        self._counts_before = self._counts  # of the present call
         self.end()
 
     def reset(self) -> None:
@@ -223,6 +224,7 @@ class TcpCollective:
         """Begin a collective after `reset`, with the arrays of the rank; `traced` enables `arrivals`."""
         program = self.program
         self.status = machine.WAITING
+        self._counts_before = self._counts.copy()
         partial = program.partial_elements * call.itemsize
         partial += -partial % CACHE_LINE
         room = self._scratch.of(partial + program.buffers * program.buffer_bytes)
@@ -332,12 +334,19 @@ class TcpCollective:
         """Return the time of the last progress, on the steady clock."""
         return float(self._words[TOUCHED]) / 1e9
 
-    def counts(self) -> dict[Queue, tuple[int, int, bool]]:
+    def counts(self, *, ahead: bool = False) -> dict[Queue, tuple[int, int, bool]]:
         """Return for each link the bytes of chunks that this end has moved in all calls, those of credits, and whether
         the present call has begun and has chunks for it yet.
+
+        A rank that is `ahead` has begun a call that others have not reached. What it has sent in this call is left out:
+        the others do not read it yet.
         """
+        counts = self._counts
+        if ahead:
+            leaves = np.array([link[0] == self.program.rank for link in self.program.links], dtype=bool)
+            counts = np.where(np.stack([leaves, ~leaves], axis=1), self._counts_before, counts)
         left = ((self._link_rows["left"] > 0) & (self._link_rows["descriptor"] >= 0)).tolist()
-        rows = zip(self.program.links, self._counts.tolist(), left, strict=True)
+        rows = zip(self.program.links, counts.tolist(), left, strict=True)
         return {link: (data, back, more) for link, (data, back), more in rows}
 
     def silent(self, seconds: float, *, began: int) -> list[Queue]:

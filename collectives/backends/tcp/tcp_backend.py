@@ -183,6 +183,7 @@ class TcpBackend(OneRank):
         self._dropped: dict[Queue, tuple[int, int]] = {}  # bytes in collectives that are not kept any more
         self._cables: Mapping[Queue, str] = {}
         self._probes: LinkProbes | None = None  # of the cables that are watched
+        self._ahead: TcpCollective | None = None  # the call at which not all ranks have arrived
         self._lost_at = 0.0  # when lost links were reported last
         self._barrier: DisseminationBarrier | None = None
         self._same_counts = 0
@@ -419,12 +420,15 @@ class TcpBackend(OneRank):
                     met = self._agree(about, lambda: state, helped=self.helpers > 0 and call.table.helped)
                 state.pace(self._open(call, state))
                 if at_once:
+                    self._ahead = state
                     met = self._agree(about, lambda: state, beside=state)
+                    self._ahead = None
                 self.arrivals.add(met - began)
                 world.wait(
                     lambda: state.finished, timeout=self._timeout, moved=lambda: state.touched, pause=advance
                 )
         finally:
+            self._ahead = None
             state.end()
             if self._probes is not None:
                 self._probes.close()
@@ -456,7 +460,7 @@ class TcpBackend(OneRank):
         """Return the bytes of all links of this rank."""
         totals = {link: (*moved, False) for link, moved in list(self._dropped.items())}
         for state in list(self._collectives.values()):
-            for link, (data, back, left) in state.counts().items():
+            for link, (data, back, left) in state.counts(ahead=state is self._ahead).items():
                 before = totals.get(link, (0, 0, False))
                 totals[link] = before[0] + data, before[1] + back, before[2] or left
         return tuple(

@@ -347,9 +347,17 @@ def arrived(backend: TcpBackend) -> int:
     return sum(one.data for one in backend._link_counts() if one.link[1] == backend.rank)
 
 
+def sent(backend: TcpBackend) -> int:
+    """The bytes that a rank has sent over all its links, and expects to be read."""
+    return sum(one.data for one in backend._link_counts() if one.link[0] == backend.rank)
+
+
 @pytest.mark.parametrize("wires", [None, wires_of(ring_wires(3))], ids=["barrier", "rendezvous"])
 def test_chunks_over_open_links_move_before_the_last_rank_has_come(wires: Any) -> None:
-    """Rank 2 begins once rank 0 has bytes of rank 1 in this call, and all results are right."""
+    """Rank 2 begins once rank 0 has bytes of rank 1 in this call, and all results are right.
+
+    Until then rank 0 counts nothing that it sends in this call: bytes that rank 2 does not read yet are not missing.
+    """
     plan = topoplan.plan("dgx-spark-x3")
     moved = threading.Event()
 
@@ -358,7 +366,7 @@ def test_chunks_over_open_links_move_before_the_last_rank_has_come(wires: Any) -
             given = np.full(1 << 14, rank + 1.0)
             comm.all_reduce(given)
             comm._gather_texts("all links are open")
-            before = arrived(backend)
+            before, had_sent = arrived(backend), sent(backend)
             if rank == 2:
                 assert moved.wait(SECONDS)
                 return [*np.unique(comm.all_reduce(given))]
@@ -367,8 +375,11 @@ def test_chunks_over_open_links_move_before_the_last_rank_has_come(wires: Any) -
                 while arrived(backend) == before and not handle.done():
                     time.sleep(0.001)
                 assert not handle.done()
+                assert sent(backend) == had_sent
                 moved.set()
-            return [*np.unique(handle.wait())]
+            found = np.unique(handle.wait())
+            assert sent(backend) > had_sent
+            return [*found]
 
     assert backends_in_threads(3, body, wires=wires) == [[6.0]] * 3
 
