@@ -401,7 +401,12 @@ def chunk_rows(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return the rows of transfers of some shards, chunk by chunk: transfer, chunk, first element and end of each."""
     chunk_elements = aligned_chunk(longest)
-    repeats = (-(-np.diff(bounds) // chunk_elements))[shard]
+    chunks = -(-np.diff(bounds) // chunk_elements)
+    repeats = chunks[shard]
+    if chunks.max(initial=0) <= 1:
+        edge = np.flatnonzero(repeats)
+        of = shard[edge]
+        return edge, np.zeros(len(edge), dtype=np.int64), bounds[of], bounds[of + 1]
     first = cumulative(repeats)
     edge = np.repeat(np.arange(len(repeats)), repeats)
     chunk = np.arange(first[-1]) - first[edge]

@@ -6,6 +6,7 @@ end, and whether the rank is the lowest child of its parent, follow from the pla
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -59,26 +60,84 @@ class _Reach(NamedTuple):
 
 _ANYWHERE = _Reach()
 
-
-_KINDS = (np.int32, np.int8, np.int32, np.int32, np.int8, np.bool_, np.bool_, np.bool_)
-"""The dtypes of the columns of rows."""
+_NONE = np.zeros(0, dtype=np.int64)
 
 
-def edge_rows(shards: Numbers, *columns: Any) -> tuple[NDArray[Any], ...]:
-    """Return the rows of an edge in some shards; the other columns are numbers, or one for each shard.
+class EdgeRows(NamedTuple):
+    """Rows of a rank on one edge of a template, in several images.
 
-    Columns are shard, stage, parent, child, channel, whether data runs up, and whether each end has its own data.
+    - ``shard``: (M,) int32; ``peer``: the other rank, (M,) int32 or one
+    - ``kind``: what `RowKinds` says of the row, (M,) uint16 or one
+    - ``stage``, whether the rank ``sends``, and whether it ``is_child``: the same for all
+
+    A peer is one number only if no shard is repeated.
     """
-    return tuple(
-        np.array(np.broadcast_to(column, shards.shape), dtype=kind)
-        for column, kind in zip((shards, *columns), _KINDS, strict=True)
-    )
+
+    shard: NDArray[np.int32]
+    peer: NDArray[np.int32] | int
+    kind: NDArray[np.uint16] | int
+    stage: int
+    sends: bool
+    is_child: bool
+
+    def taken(self, flags: Flags) -> EdgeRows:
+        """Return some of the rows."""
+        peer = self.peer if isinstance(self.peer, int) else self.peer[flags]
+        kind = self.kind if isinstance(self.kind, int) else self.kind[flags]
+        return self._replace(shard=self.shard[flags], peer=peer, kind=kind)
+
+    def columns(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint16]]:
+        """Return shard, peer and kind of each row."""
+        shape = self.shard.shape
+        return (
+            self.shard,
+            np.broadcast_to(np.asarray(self.peer, dtype=np.int32), shape),
+            np.broadcast_to(np.asarray(self.kind, dtype=np.uint16), shape),
+        )
 
 
-def joined_rows(parts: list[tuple[NDArray[Any], ...]]) -> tuple[NDArray[Any], ...]:
-    """Return the rows of all edges, one part after another."""
-    empty = tuple(np.zeros(0, dtype=kind) for kind in _KINDS)
-    return tuple(np.concatenate(column) for column in zip(empty, *parts, strict=True))
+class RowKinds(NamedTuple):
+    """The facts that many rows of a rank share, as one number: 10 bytes say all of a row.
+
+    A kind is ((stage * channels + channel) * 2 + sends) * 8 + add * 4 + source_fresh * 2 + destination_fresh.
+    """
+
+    stages: int
+    channels: int
+
+    def of_edge(
+        self,
+        shard: NDArray[np.int32],
+        peer: Numbers | int,
+        *,
+        stage: int,
+        channel: int,
+        add: bool,
+        is_child: bool,
+        parent_fresh: Flags | bool,
+        child_fresh: Flags | bool,
+    ) -> EdgeRows:
+        """Return the rows of a rank that is child or parent on an edge."""
+        source_fresh, destination_fresh = (child_fresh, parent_fresh) if add else (parent_fresh, False)
+        sends = is_child == add
+        kind: NDArray[np.uint16] | int = ((stage * self.channels + channel) * 2 + sends) * 8 + add * 4
+        for flag, value in ((source_fresh, 2), (destination_fresh, 1)):
+            kind = kind + flag * value if isinstance(flag, bool) else kind + flag * np.uint16(value)
+        other = peer if isinstance(peer, int) else peer.astype(np.int32)
+        return EdgeRows(shard, other, kind, stage, sends, is_child)
+
+    def table(self) -> dict[str, NDArray[Any]]:
+        """Return each fact by kind, (K,) arrays of the dtypes of a transfer table."""
+        kind = np.arange(self.stages * self.channels * 16)
+        ends = kind // 16
+        return {
+            "stage": (ends // self.channels).astype(np.int32),
+            "channel": (ends % self.channels).astype(np.int8),
+            "sends": kind // 8 % 2 > 0,
+            "add": kind // 4 % 2 > 0,
+            "source_fresh": kind // 2 % 2 > 0,
+            "destination_fresh": kind % 2 > 0,
+        }
 
 
 class TemplatePart:
@@ -115,9 +174,8 @@ class TemplatePart:
         leaf, position = self.lowest(self.home[stage.root], every, _ANYWHERE)
         return self.first[self.places[self.home[stage.root]].cell][leaf, position] + self.local[stage.root]
 
-    def rows(self, shard: Numbers) -> tuple[NDArray[Any], ...]:
-        """Return shard, stage, parent, child, channel, whether data runs up, and whether each end has its own data."""
-        parts: list[tuple[NDArray[Any], ...]] = []
+    def rows(self, shard: NDArray[np.int32], kinds: RowKinds) -> Iterator[EdgeRows]:
+        """Yield the rows of each edge, given the shard of every image."""
         written: set[int] = set()
         images = self.images_of_roles
         for number, stage in enumerate(self.template.stages):
@@ -125,15 +183,18 @@ class TemplatePart:
             for edge in stage.edges:
                 up = stage.op == "reduce"
                 parent_fresh = edge.parent not in written and (up or edge.parent == stage.root)
-                child_fresh = edge.child not in written and edge.child not in parents
-                for image, parent, child, lowest in self.ends(stage, edge, images, up and parent_fresh):
-                    channel = self.channels.index(edge.channel)
-                    fresh = lowest & parent_fresh
-                    parts.append(
-                        edge_rows(shard[image], number, parent, child, channel, up, fresh, child_fresh)
+                for image, peer, is_child, lowest in self.ends(stage, edge, images, up and parent_fresh):
+                    yield kinds.of_edge(
+                        shard[image],
+                        peer,
+                        stage=number,
+                        channel=self.channels.index(edge.channel),
+                        add=up,
+                        is_child=is_child,
+                        parent_fresh=lowest & parent_fresh,
+                        child_fresh=edge.child not in written and edge.child not in parents,
                     )
             written |= parents if stage.op == "reduce" else {edge.child for edge in stage.edges}
-        return joined_rows(parts)
 
     @cached_property
     def images_of_roles(self) -> dict[int, Numbers]:
@@ -148,35 +209,31 @@ class TemplatePart:
 
     def ends(
         self, stage: Stage, edge: Edge, images: dict[int, Numbers], ordered: bool
-    ) -> list[tuple[Numbers, Numbers, Numbers, Flags]]:
-        """Return image, parent and child of the edges that stand for one, at the rank, and whether it is the lowest
-        child of its parent, looked up only if ``ordered`` and only for the rank's own parent."""
+    ) -> Iterator[tuple[Numbers, Numbers | int, bool, Flags | bool]]:
+        """Yield image, other end, whether the rank is the child, and whether it is the lowest child of its parent.
+
+        The last is looked up only if ``ordered`` and only for the rank's own parent.
+        """
         above, below = self.home[edge.parent], self.home[edge.child]
         if above != below and self.stands[above] > 1 and above not in self.template.marked:
             raise PlanError("a server without a role of its own sends to another server")
-        found = []
-        if self.local[edge.child] == self.gpu and len(image := images.get(below, ())):
-            image = np.asarray(image)
+        if self.local[edge.child] == self.gpu and len(image := images.get(below, _NONE)):
             leaf, position = self.one_above(above, below, image)
             parent = self.first[self.places[above].cell][leaf, position] + self.local[edge.parent]
-            lowest = np.ones(len(image), dtype=np.bool_)
+            lowest: Flags | bool = True
             if ordered:
                 for other in stage.edges:
                     if other.parent == edge.parent:
-                        lowest &= self.lowest_child(other, above, below, image) >= self.rank
-            found.append((image, parent, np.full(len(image), self.rank), lowest))
-        if self.local[edge.parent] == self.gpu and len(image := images.get(above, ())):
-            image = np.asarray(image)
+                        lowest = lowest & (self.lowest_child(other, above, below, image) >= self.rank)
+            yield image, parent, True, lowest
+        if self.local[edge.parent] == self.gpu and len(image := images.get(above, _NONE)):
             if above == below:
-                child = np.full(len(image), self.rank - self.gpu + self.local[edge.child])
-            else:
-                which, leaf, position = self.members(
-                    below, image, self.reach(above, below, above, self.place.leaf)
-                )
-                child = self.first[self.places[below].cell][leaf, position] + self.local[edge.child]
-                image = image[which]
-            found.append((image, np.full(len(image), self.rank), child, np.ones(len(image), np.bool_)))
-        return found
+                yield image, self.rank - self.gpu + self.local[edge.child], False, True
+                return
+            reach = self.reach(above, below, above, self.place.leaf)
+            which, leaf, position = self.members(below, image, reach)
+            child = self.first[self.places[below].cell][leaf, position] + self.local[edge.child]
+            yield image[which], child, False, True
 
     def one_above(self, above: int, below: int, image: Numbers) -> tuple[Numbers, Numbers]:
         """Return leaf and position of the server above the rank's."""

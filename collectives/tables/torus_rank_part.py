@@ -11,12 +11,11 @@ A rank has its own data before a stage unless it has added or received some in a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.tables.template_part import Flags, Numbers, edge_rows, joined_rows
+from collectives.tables.template_part import EdgeRows, Flags, Numbers, RowKinds
 from topoplan.machine.torus import Direction
 from topoplan.plans.kind_images import local_numbers
 from topoplan.plans.plan_by_kind import PlanByKind
@@ -64,13 +63,12 @@ class TorusTemplatePart:
         stage = self.template.stages[-1 if collective == "reduce_scatter" else 0]
         return np.arange(self.count, dtype=np.int64) * self.each + self.local[stage.root]
 
-    def rows(self, shard: Numbers) -> tuple[NDArray[Any], ...]:
-        """Return shard, stage, parent, child, channel, whether data runs up, and whether each end has its own data."""
-        parts: list[tuple[NDArray[Any], ...]] = []
+    def rows(self, shard: NDArray[np.int32], kinds: RowKinds) -> Iterator[EdgeRows]:
+        """Yield the rows of each edge, given the shard of every image."""
         here = np.broadcast_to(self._coordinates(np.array([self.server])), self.roots.shape)
         for number, stage in enumerate(self.template.stages):
             up = stage.op == "reduce"
-            for edge, image, parent_at, child_at in self._edges(stage, here):
+            for edge, image, parent_at, child_at, is_child in self._edges(stage, here):
                 parent, child = (
                     self._rank(at, self.local[end])
                     for at, end in ((parent_at, edge.parent), (child_at, edge.child))
@@ -84,14 +82,19 @@ class TorusTemplatePart:
                 child_gpu = self.local[edge.child]
                 child_fresh = ~self._written(number, image, child_at, child_gpu)
                 child_fresh &= self._lowest_child(stage, image, child_at, child_gpu) == _NO_RANK
-                channel = self.channels.index(edge.channel)
-                parts.append(
-                    edge_rows(shard[image], number, parent, child, channel, up, parent_fresh, child_fresh)
+                yield kinds.of_edge(
+                    shard[image],
+                    parent if is_child else child,
+                    stage=number,
+                    channel=self.channels.index(edge.channel),
+                    add=up,
+                    is_child=is_child,
+                    parent_fresh=parent_fresh,
+                    child_fresh=child_fresh,
                 )
-        return joined_rows(parts)
 
-    def _edges(self, stage: Stage, here: Numbers) -> Iterator[tuple[Edge, Numbers, Numbers, Numbers]]:
-        """Yield edges at the rank with their images, and the coordinates of parent and child there."""
+    def _edges(self, stage: Stage, here: Numbers) -> Iterator[tuple[Edge, Numbers, Numbers, Numbers, bool]]:
+        """Yield edges at the rank: images, coordinates of parent and child, and whether the rank is the child."""
         every = np.arange(self.count, dtype=np.int64)
         entered, _ = self._entered(every, here)
         for edge in stage.edges:
@@ -100,11 +103,11 @@ class TorusTemplatePart:
             if self.local[edge.child] == self.gpu:
                 image = np.flatnonzero(entered == own)
                 at = here[:, image]
-                yield edge, image, (at - step) % self.sides, at
+                yield edge, image, (at - step) % self.sides, at, True
             if self.local[edge.parent] == self.gpu:
                 image = np.flatnonzero(self._leads(edge, every, here))
                 at = here[:, image]
-                yield edge, image, at, (at + step) % self.sides
+                yield edge, image, at, (at + step) % self.sides, False
 
     def _entered(self, image: Numbers, at: Numbers) -> tuple[Numbers, Numbers]:
         """Return the server of the sample as which servers are entered, and the number of the arm, -1 for the root."""

@@ -20,7 +20,7 @@ from fractions import Fraction
 from functools import cached_property
 from hashlib import blake2b
 from itertools import groupby, pairwise
-from typing import Any, TypeVar, overload
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -226,15 +226,11 @@ def shard_bounds(shares: Iterable[Fraction], count: int, *, blocks: int = 1) -> 
     return bounds
 
 
-Parts = TypeVar("Parts", int, NDArray[Any])
-
-
-def aligned_end(parts: Parts, unit: int, count: int, *, blocks: int) -> Parts:
-    """Return the bound of `shard_bounds` after ``parts`` of ``unit`` equal parts of the buffer, or array of bounds."""
-    start = parts * blocks // unit * (count // blocks)
-    inside = parts * count // unit - start
-    end: Parts = start + inside // ALIGNMENT * ALIGNMENT
-    return end
+def aligned_end(parts: int, unit: int, count: int, *, blocks: int) -> int:
+    """Return the bound of `shard_bounds` after ``parts`` of ``unit`` equal parts of the buffer."""
+    block, rest = divmod(parts * blocks, unit)
+    inside = rest * (count // blocks) // unit
+    return block * (count // blocks) + inside // ALIGNMENT * ALIGNMENT
 
 
 def bracket_notation(names: Sequence[str], stage: Stage, *, longest: int | None = None) -> str:

@@ -88,20 +88,17 @@ class TcpProgram:
         cls,
         call: Call[Any],
         rank: int,
-        links_of: Callable[[Records], Sequence[Queue]],
+        links_of: Callable[[Records], tuple[tuple[Queue, ...], Records]],
         flight_bytes: int,
     ) -> TcpProgram:
         """Return the program of calls like one, whose arrays are not read.
 
-        `links_of` returns the links that carry the streams of some rows (`connections_of`). `flight_bytes` is the
-        window of a held stream, at least `RankOrder.window` chunks.
+        `links_of` returns the links that carry the streams of some rows, and that of each (`connections_of`).
+        `flight_bytes` is the window of a held stream, at least `RankOrder.window` chunks.
         """
         table, (memory,) = call.table, call.memory
         order = rank_order(table, rank, call.signature.collective, call.signature.root)
-        carried = links_of(order.rows)
-        links = tuple(sorted(set(carried)))
-        number = {link: place for place, link in enumerate(links)}
-        link = np.fromiter((number[one] for one in carried), dtype=np.int64, count=len(carried))
+        links, link = links_of(order.rows)
         sorting = np.argsort(link, kind="stable")
         here = np.empty_like(sorting)
         here[sorting] = np.arange(len(sorting))

@@ -186,12 +186,21 @@ def connection_of(
 
 def connections_of(
     rows: NDArray[np.int64], plan: Plan, table: TransferTable, wires: Mapping[Queue, LinkAddresses]
-) -> list[Queue]:
-    """Return the connections of the streams whose first chunks are some rows, as `connection_of`."""
+) -> tuple[tuple[Queue, ...], NDArray[np.int64]]:
+    """Return the connections of the streams whose first chunks are some rows, as `connection_of`.
+
+    They are sorted and distinct; the second value is the place of each row's connection among them, (R,) int64.
+    """
     if not wires:
-        return [table.queues[queue] for queue in table.queue[rows].tolist()]
+        used = np.zeros(len(table.queues), dtype=np.bool_)
+        used[table.queue[rows]] = True
+        links = tuple(table.queues[queue] for queue in np.flatnonzero(used).tolist())
+        return links, (np.cumsum(used) - 1)[table.queue[rows]]
     every = streams(table)
-    return [connection_of(every[row], plan, table, wires) for row in rows.tolist()]
+    carried = [connection_of(every[row], plan, table, wires) for row in rows.tolist()]
+    links = tuple(sorted(set(carried)))
+    place = {link: number for number, link in enumerate(links)}
+    return links, np.fromiter((place[one] for one in carried), dtype=np.int64, count=len(carried))
 
 
 def _route(stream: EdgeStream, plan: Plan) -> tuple[str, ...]:

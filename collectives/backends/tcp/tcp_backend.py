@@ -446,7 +446,7 @@ class TcpBackend(OneRank):
                     before = self._dropped.get(link, (0, 0))
                     self._dropped[link] = before[0] + data, before[1] + back
 
-            def links_of(rows: NDArray[np.int64]) -> list[Queue]:
+            def links_of(rows: NDArray[np.int64]) -> tuple[tuple[Queue, ...], NDArray[np.int64]]:
                 return connections_of(rows, call.plan, call.table, self._wires)
 
             program = TcpProgram.of(call, self.rank, links_of, self._flight_bytes)

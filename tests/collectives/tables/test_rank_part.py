@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import topoplan
 from collectives.backends.tcp.chunk_order import rank_order
-from collectives.tables.lowering import PatternTransfer, PlanKey, lower, shard_transfers
-from collectives.tables.rank_part import is_lowered_by_part, lower_part, rank_part
+from collectives.tables.lowering import PlanKey, lower, shard_transfers
+from collectives.tables.rank_part import aligned_ends, is_lowered_by_part, lower_part, rank_part
 from tests.support.kind_clusters import (
     plan_of_groups,
     plan_of_three_levels,
@@ -19,6 +22,7 @@ from tests.support.kind_clusters import (
 )
 from topoplan import PlanByKind, Server, UsageError, cluster_by_kind, plan_by_kind
 from topoplan.plans.deferred_plan import DeferredPlan
+from topoplan.plans.shards import Shard, aligned_end, shard_bounds
 from topoplan.reading.load import load_cluster_by_kind
 
 
@@ -129,34 +133,89 @@ def test_parts_after_faults_are_rows_of_the_listed_form(collective: str, network
 
 TREE = {"network": "fat-tree", "leaf_size": 16, "oversubscription": 2}
 
-OF_EDGES = ("source", "destination", "add", "source_fresh", "destination_fresh", "stage")
+
+def tree_columns(shard: Shard, size: int) -> Iterator[dict[str, NDArray[np.int64]]]:
+    """Yield the transfers of one chunk of a shard, stage by stage: of each rank in the order of `shard_transfers`.
+
+    Freshness follows from the tree alone: a rank is written by its children in a reduce, and by its parent in a
+    broadcast. The waits of `shard_transfers` are left out, which take most of its time.
+    """
+    written = np.zeros(size, dtype=np.bool_)
+    for number, stage in enumerate(shard.stages):
+        parent, child = np.array([(edge.parent, edge.child) for edge in stage.edges]).T
+        up = stage.op == "reduce"
+        if up:
+            inner, lowest = np.zeros(size, dtype=np.bool_), np.full(size, size)
+            inner[parent] = True
+            np.minimum.at(lowest, parent, child)
+            source, destination = child, parent
+            source_fresh = ~written[child] & ~inner[child]
+            destination_fresh = ~written[parent] & (lowest[parent] == child)
+        else:
+            source, destination = parent, child
+            source_fresh = ~written[parent] & (parent == stage.root)
+            destination_fresh = np.zeros(len(child), dtype=np.bool_)
+        written[destination] = True
+        yield {
+            "source": source,
+            "destination": destination,
+            "add": np.full(len(child), up),
+            "source_fresh": source_fresh,
+            "destination_fresh": destination_fresh,
+            "stage": np.full(len(child), number),
+            "channel": np.array([edge.channel for edge in stage.edges]),
+        }
+
+
+def columns_of_rank(columns: dict[str, NDArray[np.int64]], rank: int) -> dict[str, NDArray[np.int64]]:
+    """Return the rows of one rank: by shard and stage, what arrives before what is sent, and then by the other end."""
+    own = np.flatnonzero((columns["source"] == rank) | (columns["destination"] == rank))
+    found = {name: column[own] for name, column in columns.items()}
+    other = found["source"] + found["destination"] - rank
+    order = np.lexsort((other, found["source"] == rank, found["stage"], found["shard"]))
+    return {name: column[order] for name, column in found.items()}
 
 
 def same_edges(plan: PlanByKind, ranks: list[int], *, every: int = 1) -> int:
     """Compare parts with every n-th shard of the listed form, in the memory of one shard; return the rows.
 
     With equal bounds of the shards, and equal transfers of a chunk of each, `chunk_rows` makes equal tables of both.
+    A shard is listed once for all ranks. The transfers of every 64th are also those of `shard_transfers`.
     """
-    listed, parts = plan.listed(), [rank_part(plan, rank) for rank in ranks]
-    count, wanted = plan.size * 64, set(ranks)
+    listed, count = plan.listed(), plan.size * 64
     bounds = np.array(listed.bounds(count))
-    ends = [np.searchsorted(part.shard, np.arange(plan.num_trees + 1)) for part in parts]
-    for part in parts:
-        np.testing.assert_array_equal(part.bounds(count), bounds)
-    rows_compared = 0
+    assert (np.diff(bounds) > 0).all()
+    wanted = np.zeros(plan.size, dtype=np.bool_)
+    wanted[ranks] = True
+    found: dict[str, list[NDArray[np.int64]]] = {}
     for number in range(0, len(listed.shards), every):
         shard = listed.shards[number]
-        found: dict[int, list[PatternTransfer]] = {rank: [] for rank in ranks}
-        for one in shard_transfers(listed, shard, number, base=0):
-            for rank in {one.source, one.destination} & wanted:
-                found[rank].append(one)
-        for part, end in zip(parts, ends, strict=True):
-            rows = slice(end[number], end[number + 1])
-            own, mine = found[part.rank], [getattr(part, name)[rows].tolist() for name in OF_EDGES]
-            assert mine == [[getattr(one, name) for one in own] for name in OF_EDGES], (part.rank, number)
-            channels = [plan.channels[channel] for channel in part.channel[rows].tolist()]
-            assert channels == [one.channel for one in own]
-            rows_compared += len(own)
+        columns = [
+            one | {"shard": np.full(len(one["add"]), number)} for one in tree_columns(shard, plan.size)
+        ]
+        whole = {name: np.concatenate([one[name] for one in columns]) for name in columns[0]}
+        if number % (64 * every) == 0:
+            lowered = shard_transfers(listed, shard, number, base=0)
+            for rank in ranks:
+                mine = [one for one in lowered if rank in (one.source, one.destination)]
+                for name, column in columns_of_rank(whole, rank).items():
+                    assert [getattr(one, name) for one in mine] == column.tolist(), (rank, number, name)
+        kept = wanted[whole["source"]] | wanted[whole["destination"]]
+        for name, column in whole.items():
+            found.setdefault(name, []).append(column[kept])
+    all_columns = {name: np.concatenate(columns) for name, columns in found.items()}
+    rows_compared = 0
+    for rank in ranks:
+        part = rank_part(plan, rank)
+        np.testing.assert_array_equal(part.bounds(count), bounds)
+        rows: dict[str, NDArray[Any]] = dict(part.rows(count, chunk_elements=count))
+        rows["channel"] = np.array(plan.channels)[rows["channel"]]
+        own = rows["shard"] % every == 0
+        for name, column in columns_of_rank(all_columns, rank).items():
+            np.testing.assert_array_equal(rows[name][own], column, err_msg=f"rank {rank}: {name}")
+        np.testing.assert_array_equal(rows["start"], bounds[rows["shard"]])
+        np.testing.assert_array_equal(rows["stop"], bounds[rows["shard"] + 1])
+        rows_compared += int(own.sum())
     return rows_compared
 
 
@@ -172,7 +231,7 @@ def same_edges(plan: PlanByKind, ranks: list[int], *, every: int = 1) -> int:
 def test_parts_of_64_ranks_are_edges_of_the_listed_form_shard_by_shard(
     servers: int, collective: str, network: dict[str, object], every: int
 ) -> None:
-    """Up to 4,096 GPUs, 16.8 million edges, in 0.2 GB; all of them take some minutes."""
+    """Up to 4,096 GPUs, 16.8 million edges, in 0.2 GB; all of them take two minutes."""
     cluster = cluster_by_kind([Server("dgx-h100", count=servers)], nic_gbps=400, **network)  # type: ignore[arg-type]
     plan = plan_by_kind(cluster, collective)
     rows = same_edges(plan, list(range(0, plan.size, plan.size // 64)), every=every)
@@ -217,6 +276,21 @@ def test_an_all_gather_moves_all_elements_to_each_rank_of_100_000() -> None:
     assert arrived.sum() == count - 64
 
 
+@pytest.mark.parametrize("blocks", [1, 3, 100_000])
+@pytest.mark.parametrize("unit", [7, 3 << 20, (1 << 61) - 1, 3**60])
+def test_ends_of_shards_are_exact_whatever_the_size_of_unit_and_buffer(blocks: int, unit: int) -> None:
+    """Units beyond 62 bits, and buffers beyond 50, are Python integers; products below them have up to 112 bits."""
+    rng = np.random.default_rng(unit % 1000 + blocks)
+    steps = np.array([0, 1, unit // 3, unit - 1, unit, *(int(one * unit) for one in rng.random(40))])
+    steps = steps.astype(np.int64 if unit < 1 << 62 else object)
+    for each in (0, 1, 15, 16, 1000, (1 << 32) + 5, (1 << 50) // blocks - 1, 1 << 51):
+        count = each * blocks
+        if count < 1 << 62:
+            expected = [aligned_end(int(one), unit, count, blocks=blocks) for one in steps]
+            assert aligned_ends(steps, unit, count, blocks=blocks).tolist() == expected
+    assert shard_bounds([Fraction(1, unit)], 5 * unit)[1] == 5 // 16 * 16
+
+
 def test_a_rank_that_the_plan_does_not_have_is_refused() -> None:
     plan = plan_by_kind(cluster_by_kind([Server("v100x4", count=3)], nic_gbps=100), "allgather")
     for rank in (-1, 12):
@@ -256,6 +330,16 @@ def test_paths_of_a_torus_are_refused() -> None:
 def test_paths_are_refused() -> None:
     plan = topoplan.plan_by_kind(cluster_by_kind([Server("v100x4", count=3)], nic_gbps=100), "alltoall")
     with pytest.raises(UsageError, match="all_to_all"):
+        rank_part(plan, 0)
+
+
+def test_more_rows_than_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_by_kind(cluster_by_kind([Server("v100x4", count=3)], nic_gbps=100), "allgather")
+    rows = len(rank_part(plan, 0))
+    monkeypatch.setattr("collectives.tables.rank_part.MOST_ROWS", rows)
+    assert len(rank_part(plan, 0)) == rows
+    monkeypatch.setattr("collectives.tables.rank_part.MOST_ROWS", rows - 1)
+    with pytest.raises(UsageError, match=f"the rank has {rows} rows; at most {rows - 1} fit"):
         rank_part(plan, 0)
 
 
