@@ -27,7 +27,9 @@ from collectives.peers.shared_memory_control_plane import SharedMemoryControlPla
 from tests.faults.recovery import STEP_SECONDS, plan_for
 from tests.support.forking import forking
 from tests.support.tcp_jobs import backends_in_threads
+from topoplan import PlanByKind, Server, cluster_by_kind, plan_by_kind
 from topoplan.errors import BackendError, UsageError
+from topoplan.plans.plan import Plan
 
 ELEMENTS = 70_001
 LIMIT_SECONDS = 120.0
@@ -73,6 +75,20 @@ def member(rank: int, size: int, backend: str, folder: str, told: Connection) ->
     take_part(comm, told, Path(folder), size, came=False)
 
 
+def plan_of_few_servers(size: int) -> PlanByKind:
+    """By kind: servers of two GPUs, and one of one if the number is odd."""
+    servers = [Server("v100x4", [0, 1], count=size // 2), Server("v100x4", [0], count=size % 2)]
+    return plan_by_kind(cluster_by_kind([one for one in servers if one.count], nic_gbps=100), "allreduce")
+
+
+def member_by_kind(rank: int, size: int, backend: str, folder: str, told: Connection) -> None:
+    """A rank that begins a job with a plan by kind."""
+    made = backend_at(backend, rank, size, meeting=f"unix:{folder}/m", timeout=STEP_SECONDS)
+    comm = Communicator(plan_of_few_servers(size), made, on_failure="shrink")
+    invite(comm, Path(folder))
+    take_part(comm, told, Path(folder), size, came=False)
+
+
 def newcomer(size: int, folder: str, seat: int | None, told: Connection) -> None:
     """A rank that comes later."""
     comm = Communicator.join(Path(folder, "invitation").read_text(), original_rank=seat, wait=LIMIT_SECONDS)
@@ -82,12 +98,12 @@ def newcomer(size: int, folder: str, seat: int | None, told: Connection) -> None
 class Job:
     """The processes of a job, started one by one."""
 
-    def __init__(self, size: int, backend: str, folder: Path) -> None:
+    def __init__(self, size: int, backend: str, folder: Path, begin: Any = member) -> None:
         self.context = forking()
         self.size, self.folder = size, folder
         self.running: list[tuple[BaseProcess, Connection]] = []
         for rank in range(size):
-            self.start(member, rank, size, backend, str(folder))
+            self.start(begin, rank, size, backend, str(folder))
 
     def start(self, target: Any, *given: Any) -> None:
         reader, writer = self.context.Pipe(duplex=False)
@@ -122,9 +138,9 @@ class Job:
 
 
 @contextlib.contextmanager
-def job(size: int, backend: str) -> Iterator[Job]:
+def job(size: int, backend: str, begin: Any = member) -> Iterator[Job]:
     with tempfile.TemporaryDirectory() as folder:
-        made = Job(size, backend, Path(folder))
+        made = Job(size, backend, Path(folder), begin)
         try:
             yield made
         finally:
@@ -133,9 +149,9 @@ def job(size: int, backend: str) -> Iterator[Job]:
                 process.join()
 
 
-def fresh_sum(size: int) -> str:
+def fresh_sum(size: int, plan: Plan | PlanByKind | None = None) -> str:
     """What a new communicator of as many ranks adds up to."""
-    with Communicator(plan_for(size)) as comm:
+    with Communicator(plan or plan_for(size)) as comm:
         given = [
             np.random.default_rng(rank).standard_normal(10_007).astype(np.float32) for rank in range(size)
         ]
@@ -157,6 +173,21 @@ def test_a_rank_that_was_killed_comes_back_and_the_first_plan_with_it(backend: s
     assert {one["plan"] for one in reports} == {plan_for(4).digest}
     assert {one["sum"] for one in reports} == {fresh_sum(4)}
     assert len({one["epoch"] for one in reports}) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("gone", [[0], [3]], ids=str)
+def test_a_rank_of_a_plan_by_kind_that_was_killed_comes_back(gone: list[int]) -> None:
+    """The survivors list the plan to shrink; the first plan and its bits come back with the joining rank."""
+    with job(5, "tcp", member_by_kind) as made:
+        made.kill(*gone)
+        for seat in gone:
+            made.start(newcomer, 5, str(made.folder), seat)
+        reports = made.reports()
+    assert [one["bad"] for one in reports] == [0] * 5
+    assert sorted(one["rank"] for one in reports) == list(range(5))
+    assert len({one["plan"] for one in reports}) == 1
+    assert {one["sum"] for one in reports} == {fresh_sum(5, plan_of_few_servers(5))}
 
 
 def test_bad_invitations_and_closed_doors_say_so() -> None:

@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.backends.demand_plans import demand_of
 from collectives.backends.tcp.tcp_backend import TcpBackend
-from collectives.backends.uneven_exchange import demand_of
 from collectives.communicator.communicator import Communicator
 from collectives.lab.benchmark import DIVIDED, METHODS
 from collectives.lab.testbed.sandbox import SandboxJob, ScheduledPlan, change_interfaces, shape_links

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,7 @@ from tests.support.tcp_jobs import (
     seal,
 )
 from topoplan import PlanByKind, cluster_by_kind, plan_by_kind
-from topoplan.errors import BackendError, InfeasibleError, RefusedError, UsageError
+from topoplan.errors import BackendError, InfeasibleError, PlanError, RefusedError, UsageError
 from topoplan.machine.cluster import cluster
 from topoplan.machine.cluster_network import Server
 from topoplan.plans.plan import ALL_COLLECTIVES, COLLECTIVES, ROOTED, Plan
@@ -774,15 +776,60 @@ def test_what_a_torus_has_no_plan_by_kind_of_is_listed(collective: str, tmp_path
     assert found[1].tolist() == [2.0 if collective == "broadcast" else 36.0] * 480
 
 
-def test_ranks_with_other_plans_by_kind_are_refused(few_servers: PlanByKind) -> None:
-    other = plan_by_kind(few_servers.cluster, "allgather")
+@pytest.mark.parametrize("kind", ["another collective", "another cluster", "another rate"])
+def test_ranks_with_other_plans_by_kind_are_refused(few_servers: PlanByKind, kind: str) -> None:
+    """All ranks raise the same error, also for the list of the same plan, and for a changed file of one rank."""
+    other: Any = plan_by_kind(few_servers.cluster, "allgather")
+    if kind == "another cluster":
+        other = plan_by_kind(cluster_by_kind([Server("v100x4", [0], count=5)], nic_gbps=100), "allreduce")
+    elif kind == "another rate":
+        other = replace(few_servers, rate=2 * few_servers.rate)
 
     def body(backend: TcpBackend, rank: int) -> Any:
         with Communicator(other if rank == 2 else few_servers, backend) as comm:
             return comm.all_reduce(np.ones(50_000))
 
+    errors = backends_in_threads(few_servers.size, body, timeout=10)
+    assert len(set(map(str, errors))) == 1
+    if kind == "the list":  # rank 2 makes other calls while it plans
+        assert all("rank 2 do different things" in str(error) for error in errors), errors
+        return
+    assert all(isinstance(error, UsageError) for error in errors), errors
+    words = f"rank 2 has plan .* and rank 0 plan {few_servers.digest}; give all ranks the same plan"
+    if kind != "another collective":
+        assert re.fullmatch(words, str(errors[0])), errors[0]
+
+
+def test_a_file_by_kind_that_was_changed_for_all_ranks_is_refused(few_servers: PlanByKind) -> None:
+    wrong = replace(few_servers, rate=2 * few_servers.rate)
+
+    def body(backend: TcpBackend, rank: int) -> Any:
+        with Communicator(wrong, backend) as comm:
+            return comm.all_reduce(np.ones(50_000))
+
     for error in backends_in_threads(few_servers.size, body, timeout=10):
-        assert isinstance(error, BackendError | UsageError)
+        assert isinstance(error, PlanError)
+        assert "claims a rate of" in str(error)
+
+
+def test_barriers_and_any_root_need_no_list_of_a_plan_by_kind(
+    few_servers: PlanByKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlanByKind, "listed", None)
+
+    def body(backend: TcpBackend, rank: int) -> Any:
+        found = []
+        with Communicator(few_servers, backend) as comm:
+            comm.barrier()
+            for root in (4, 0, 3):
+                sent = comm.broadcast(np.full(50_000, float(rank)), root=root)
+                total = comm.reduce(np.full(50_000, float(rank)), root=root)
+                comm.barrier()
+                found.append((set(sent), None if total is None else set(total)))
+        return found
+
+    for rank, found in enumerate(backends_in_threads(few_servers.size, body)):
+        assert found == [({float(root)}, {10.0} if rank == root else None) for root in (4, 0, 3)]
 
 
 def test_a_rank_that_leaves_a_plan_by_kind_is_named(
