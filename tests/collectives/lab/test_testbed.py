@@ -19,7 +19,7 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.uneven_exchange import demand_of
+from collectives.backends.demand_plans import demand_of
 from collectives.lab.benchmark import METHODS
 from collectives.lab.testbed import sandbox
 from collectives.lab.testbed.command import _direct_plan
