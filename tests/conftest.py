@@ -31,7 +31,7 @@ hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("random", print_blob=True, deadline=None)
 hypothesis.settings.load_profile("fixed")
 
-SAMPLE = (3 - math.sqrt(5)) / 4
+SAMPLE = (3 - math.sqrt(5)) / 6
 """The share of a sampled test's cases that run by default; irrational, so that a period of the cases hides no kind."""
 
 collect_ignore_glob = ["bench/*", "faults/*", "jobs/*_ranks.py"]
@@ -52,9 +52,9 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what reads listings; of a sampled test's cases one fifth runs by default, one is thorough, three are slow.
+    """Mark what reads listings; of a sampled test's cases one eighth runs by default, one is thorough, the others are slow.
 
-    A test that is thorough itself has one fifth that is thorough, and four that are slow.
+    A test that is thorough itself has one eighth that is thorough; the others are slow.
     """
     sampled: Counter[str] = Counter()
     for item in items:
