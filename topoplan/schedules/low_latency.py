@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -326,21 +326,34 @@ def _spread_shares(fabric: Fabric, shards: Sequence[Shard]) -> list[Fraction]:
     settled: dict[int, Fraction] = {}
     shares: list[Fraction] = []
     while len(settled) < min(len(rows), MOST_LEVELS):
-        limits, lines = [], []
-        for place, row in enumerate(scaled):
-            most = settled.get(place)
-            limits.append(unit if most is None else 0)
-            lines.append(
-                row if most is None else [fill * most.denominator - most.numerator * unit for fill in row]
-            )
-        program = PackingSimplex(limits)
-        program.add(list(zip(*lines, strict=True)), [1] * len(shards))
+        lines = [
+            row
+            if (most := settled.get(place)) is None
+            else [fill * most.denominator - most.numerator * unit for fill in row]
+            for place, row in enumerate(scaled)
+        ]
+        columns = list(zip(*lines, strict=True))
+        # Stars on settled links alone: if they can have all, the other links stay empty, and nothing limits the others.
+        free = [place for place, column in enumerate(columns) if not any(_without(column, settled))]
+        if free and settled:
+            empty = PackingSimplex([0] * len(settled) + [1])
+            empty.add([(*(columns[place][one] for one in settled), 1) for place in free], [1] * len(free))
+            empty.optimise()
+            if empty.value == 1:
+                found = {free[number]: share for number, share in empty.solution().items()}
+                return [found.get(place, Fraction(0)) for place in range(len(shards))]
+        program = PackingSimplex([0 if place in settled else unit for place in range(len(rows))])
+        program.add(columns, [1] * len(shards))
         program.optimise()
         found, total = program.solution(), program.value
         shares = [found.get(place, Fraction(0)) / total for place in range(len(shards))]
         duals, _ = program.duals()
         settled |= {place: 1 / total for place, dual in enumerate(duals) if dual > 0 and place not in settled}
     return shares
+
+
+def _without(column: Sequence[int], places: Collection[int]) -> list[int]:
+    return [entry for place, entry in enumerate(column) if place not in places]
 
 
 def mesh(

@@ -88,6 +88,16 @@ def test_spread_stars_are_at_least_as_fast_as_even_ones(seed: int) -> None:
     assert len(set(owners)) == 1
 
 
+@pytest.mark.parametrize(("gpus", "servers"), [(2, 3), (3, 4)])
+def test_stars_of_a_slow_server_leave_its_links_empty(gpus: int, servers: int) -> None:
+    """All end in other servers, whose shares nothing limits then: each GPU's input leaves by the slow NIC alone."""
+    parts = [topoplan.Server("v100x4", list(range(gpus)), count=servers)]
+    slow = topoplan.cluster(parts, nic_gbps=80, nics=1).degrade_links({f"s{servers - 1}.nic0-switch0": 2.5})
+    plan = spread_one_hop(slow)
+    assert topoplan.verify(plan).exact_rate == Fraction(5, 2) / gpus
+    assert {shard.stages[-1].root // gpus for shard in plan.shards} <= set(range(servers - 1))
+
+
 def test_spread_stars_are_those_of_an_allreduce() -> None:
     with pytest.raises(UsageError, match="spread-one-hop is for all_reduce, got reduce; use one-hop"):
         spread_one_hop("dgx-2", "reduce")
