@@ -118,7 +118,8 @@ def recommend_shapes(
     number = sum(map(len, there.values()))
     if not 2 <= count <= number:
         raise UsageError(
-            f"count must be 2 or more and at most {number:,}, the GPUs to choose from, got {count:,}; choose fewer"
+            f"count must be 2 or more and at most {number:,}, the GPUs to choose from, got {count:,}; choose "
+            f"{'more' if count < 2 else 'fewer'}"
         )
     shapes, limit = _ranked(cluster, there, count, collective, progress)
     taken = _by_server(cluster, shapes[0].gpus)
