@@ -346,8 +346,13 @@ class Listener:
         """Undo `serve`; the last endpoint closes the listener. Idempotent."""
         with _SERVING_LOCK:
             if self._endpoints.pop(endpoint.name, None) is not None and not self._endpoints:
-                _SERVING.pop(self.address.host, None)
+                self._retire()
                 self.close()
+
+    def _retire(self) -> None:
+        """Give endpoints from now on another listener at this address; without the lock, which a closing one holds."""
+        if _SERVING.get(self.address.host) is self:
+            _SERVING.pop(self.address.host, None)
 
     def start(self) -> None:
         """Accept connections from now on; idempotent."""
@@ -395,7 +400,8 @@ class Listener:
             self._loop.watch(self._socket, selectors.EVENT_READ, self._accept)
 
     def broke(self, error: BaseException) -> None:
-        """Tell the owners of all endpoints."""
+        """Tell the owners of all endpoints; some may never leave."""
+        self._retire()
         for endpoint in list(self._endpoints.values()):
             endpoint.failed(error)
 

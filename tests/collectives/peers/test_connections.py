@@ -335,6 +335,13 @@ def test_an_error_of_the_loop_itself_reaches_all_owners(monkeypatch: pytest.Monk
             assert str(end.errors[0]) == "a bug"
         monkeypatch.undo()
         connection.close()
+        # The owner of the first endpoint has not left yet, and others are served nevertheless.
+        with serving(b"l") as (another, other, beside):
+            assert another is not listener
+            connection, _ = dialled(another, other, b"l")
+            connection.send({"type": "x"})
+            beside.wait(lambda end: end.heard)
+            connection.close()
 
 
 def test_an_error_of_the_rendezvous_ends_the_job_with_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
