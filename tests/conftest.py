@@ -52,7 +52,7 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what reads listings; of a sampled test's cases an eighth runs by default, another is thorough, the rest slow.
+    """Mark what reads listings; of sampled cases an eighth runs by default, another eighth is thorough, the rest slow.
 
     A test that is thorough itself has an eighth that is thorough; the rest are slow.
     """
