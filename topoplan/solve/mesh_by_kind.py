@@ -336,8 +336,9 @@ def _planned_over(
     wide = any(len(one.shape.taken) > 1 for one in kinds)
     failed: InfeasibleError | None = None
     for choice in CHANNEL_CHOICES.get(channels, ()):
-        if choice[0] not in ("nvlink", "pcie") or (len(choice) > 1) != wide:
+        if choice[0] not in ("nvlink", "pcie") or (wide and len(choice) == 1):
             continue
+        choice = choice if wide else choice[:1]  # no group leaves its server
         try:
             for one in kinds:
                 if progress is not None:

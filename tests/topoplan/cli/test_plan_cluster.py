@@ -319,6 +319,7 @@ def test_a_mesh_of_a_large_cluster_is_planned_by_kinds_of_groups(
     found = told(f"{asked} --json")
     assert found["rate"] == found["bound"] == pytest.approx(48 * 250 / (2 * 249))
     assert [one["count"] for one in found["groups"]] == [*[1] * 8, 250]
+    assert "tp 8, over NVLink: provably optimal\n" in done(f"{asked} --axes tp --channels nvlink+network")
     place = tmp_path / "mesh.json"
     assert "all at once, of 9 kinds" in done(f"{asked} -o {place}")
     said = done(f"verify {place}")
