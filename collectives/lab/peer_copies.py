@@ -11,7 +11,7 @@ not from CuPy's pool: peers can always map them, and they are freed at once.
 Peer access is enabled for the pair (``cudaDeviceEnablePeerAccess``) if it is allowed; otherwise the driver stages
 copies in host memory, and they are measured as such. T_dpa of k GPUs is the time of disabling and enabling it again
 between all pairs in both directions, one call after another from one thread, with the buffers of the measurement
-allocated, which the driver maps anew (Blink, MLSys 2020, appendix A.3).
+allocated, which the driver maps again (Blink, MLSys 2020, appendix A.3).
 """
 
 from __future__ import annotations

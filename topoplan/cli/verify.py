@@ -61,6 +61,7 @@ from topoplan.solve.upper_bound import in_network_bound
 from topoplan.units import counted, format_size, labelled, rate_words
 
 if TYPE_CHECKING:
+    from topoplan.plans.kind_mesh import GroupKind, MeshByKind
     from topoplan.plans.plan_by_kind import PlanByKind
 
 MSCCLPP = "mscclpp"
@@ -207,57 +208,44 @@ def _plans_answer(options: argparse.Namespace, plans: Plans | SurvivalPlans, tex
     )
 
 
-def _check_shapes(text: str, read: Plans | SurvivalPlans | MeshPlans) -> None:
-    """Compare the numbers of trees and heights that a file states with its shards; PlanError as `check_shape`."""
+def _check_shapes(text: str, read: Plans | SurvivalPlans | MeshPlans | MeshByKind) -> None:
+    """Compare the numbers of trees and heights that a file states with its shards; PlanError names the part."""
     value = parse_object(text)
     if isinstance(read, Plan | SurvivalPlans):
         whole = read if isinstance(read, Plan) else read.whole
         check_shape(value, whole.num_trees, whole.height)
-    parts: dict[str, Sequence[MeshGroup | SizeRange | FailureOutcome]] = {}
-    if isinstance(read, MeshPlans):
-        parts["groups"] = read.groups
-    elif isinstance(read, SizePlans):
-        parts["ranges"] = read.ranges
+    parts: dict[str, Sequence[MeshGroup | GroupKind | SizeRange | FailureOutcome]] = {}
+    if isinstance(read, SizePlans):
+        parts["range"] = read.ranges
     elif isinstance(read, SurvivalPlans):
-        parts["failures"] = read.outcomes
-    for key, stated in parts.items():
-        for item, one in zip(read_list(value.get(key), key), stated, strict=True):
-            if one.plan is not None:
-                stated_plan = read_object(read_object(item, "plan").get("plan"), "plan")
+        parts["failure"] = read.outcomes
+    elif not isinstance(read, Plans):
+        parts["group"] = read.groups
+    for part, stated in parts.items():
+        for number, (item, one) in enumerate(
+            zip(read_list(value.get(f"{part}s"), f"{part}s"), stated, strict=True)
+        ):
+            if one.plan is None:
+                continue
+            stated_plan = read_object(read_object(item, "plan").get("plan"), "plan")
+            try:
                 check_shape(stated_plan, one.plan.num_trees, one.plan.height)
+            except PlanError as error:
+                raise error.under(f"{part} {number}") from None
 
 
 def _mesh_answer(mesh: MeshPlans, text: str) -> Answer:
     """Check the plans of a mesh, each alone and all together."""
     reports = verify_mesh(mesh)
     _check_shapes(text, mesh)
-    pairs = [*zip(mesh.groups, reports, strict=True)]
-    links = len(mesh.certificate.lengths)
-    axes = " x ".join(f"{name} {extent}" for name, extent in mesh.axes)
-    collective = collective_name(mesh.groups[0].plan.collective)
-    return Answer(
-        text=lambda: [
-            f"valid: {collective} on {mesh.topology.name}, a mesh of {axes}, {counted(len(pairs), 'group')} at once: "
-            f"{rate_verdict(mesh.gap)}",
-            *labelled(
-                (
-                    "algbw",
-                    f"{mesh.rate:.9g} GB/s in every group of weight 1, recomputed from the loads of all groups",
-                ),
-                (
-                    "upper bound",
-                    f"{mesh.bound:.9g} GB/s, recomputed from the dual edge weights of {links} links",
-                ),
-                ("checked", f"in every group {POSTCONDITION}"),
-            ),
-        ],
-        value=lambda: {
-            "valid": True,
-            "rate": mesh.rate,
-            "bound": mesh.bound,
-            "optimal": mesh.gap == 0,
-            "groups": [_report_object(group.plan, report) for group, report in pairs],
-        },
+    return _joint_answer(
+        mesh,
+        mesh.topology.name,
+        mesh.groups[0].plan.collective,
+        groups=len(mesh.groups),
+        links=f"{len(mesh.certificate.lengths)} links",
+        checked=f"in every group {POSTCONDITION}",
+        rows=[_report_object(group.plan, report) for group, report in zip(mesh.groups, reports, strict=True)],
     )
 
 
@@ -268,36 +256,52 @@ def _kind_mesh_answer(text: str) -> Answer:
 
     mesh = MeshByKind.from_json(text)
     reports = verify_kind_mesh(mesh).groups
-    rows = read_list(parse_object(text).get("groups"), "groups")
-    for number, (item, one) in enumerate(zip(rows, mesh.groups, strict=True)):
-        try:
-            check_shape(
-                read_object(read_object(item, "group").get("plan"), "plan"),
-                one.plan.num_trees,
-                one.plan.height,
-            )
-        except PlanError as error:
-            raise error.under(f"group {number}") from None
-    axes = " x ".join(f"{name} {extent}" for name, extent in mesh.axes)
-    groups = sum(one.count for one in mesh.groups)
+    _check_shapes(text, mesh)
     ends, number = mesh.bottleneck
+    return _joint_answer(
+        mesh,
+        mesh.cluster.name,
+        mesh.collective,
+        groups=sum(one.count for one in mesh.groups),
+        links=f"{number:,} links {ends}",
+        checked=f"every group is of one of {counted(len(mesh.groups), 'kind')}; in each kind {POSTCONDITION}",
+        rows=[
+            {
+                "axis": one.axis,
+                "count": one.count,
+                "rate": report.rate,
+                "bound": report.bound,
+                "trees": report.trees,
+                "height": report.height,
+            }
+            for one, report in zip(mesh.groups, reports, strict=True)
+        ],
+    )
+
+
+def _joint_answer(
+    mesh: MeshPlans | MeshByKind,
+    machine: str,
+    collective: str,
+    *,
+    groups: int,
+    links: str,
+    checked: str,
+    rows: Sequence[dict[str, object]],
+) -> Answer:
+    """Return the answer on valid plans of a mesh; `links` are those with a dual weight, `rows` those of the JSON."""
+    axes = " x ".join(f"{name} {extent}" for name, extent in mesh.axes)
     return Answer(
         text=lambda: [
-            f"valid: {collective_name(mesh.collective)} on {mesh.cluster.name}, a mesh of {axes}, "
-            f"{counted(groups, 'group')} at once: {rate_verdict(mesh.gap)}",
+            f"valid: {collective_name(collective)} on {machine}, a mesh of {axes}, {counted(groups, 'group')} at once: "
+            f"{rate_verdict(mesh.gap)}",
             *labelled(
                 (
                     "algbw",
                     f"{mesh.rate:.9g} GB/s in every group of weight 1, recomputed from the loads of all groups",
                 ),
-                (
-                    "upper bound",
-                    f"{mesh.bound:.9g} GB/s, recomputed from the dual edge weights of {number:,} links {ends}",
-                ),
-                (
-                    "checked",
-                    f"every group is of one of {counted(len(mesh.groups), 'kind')}; in each kind {POSTCONDITION}",
-                ),
+                ("upper bound", f"{mesh.bound:.9g} GB/s, recomputed from the dual edge weights of {links}"),
+                ("checked", checked),
             ),
         ],
         value=lambda: {
@@ -305,17 +309,7 @@ def _kind_mesh_answer(text: str) -> Answer:
             "rate": mesh.rate,
             "bound": mesh.bound,
             "optimal": mesh.gap == 0,
-            "groups": [
-                {
-                    "axis": one.axis,
-                    "count": one.count,
-                    "rate": report.rate,
-                    "bound": report.bound,
-                    "trees": report.trees,
-                    "height": report.height,
-                }
-                for one, report in zip(mesh.groups, reports, strict=True)
-            ],
+            "groups": rows,
         },
     )
 

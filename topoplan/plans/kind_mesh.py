@@ -17,7 +17,7 @@ from typing import cast
 
 from topoplan.errors import PlanError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind, ClusterSample
-from topoplan.machine.fabric import CHANNEL_LINKS, Fabric
+from topoplan.machine.fabric import Fabric
 from topoplan.plans.file_values import (
     check_format,
     check_known,
@@ -28,13 +28,12 @@ from topoplan.plans.file_values import (
     read_number,
     read_object,
     read_text,
-    read_texts,
     read_whole,
 )
 from topoplan.plans.kind_cluster_object import cluster_from_object, cluster_object
 from topoplan.plans.kind_templates import template_sample
 from topoplan.plans.mesh_plans import MESH_KIND_FORMAT, read_pairs
-from topoplan.plans.plan import Plan, without_topology
+from topoplan.plans.plan import Plan, read_channels, without_topology
 from topoplan.plans.plan_by_kind import (
     ClassLength,
     PlanByKind,
@@ -49,18 +48,8 @@ MOST_MESH_RANKS = 4_000_000
 """Most ranks of a mesh by kind: `verify_kind_mesh` takes 2 GB of memory."""
 
 MESH_KIND_KEYS = (
-    *(
-        "format",
-        "collective",
-        "axes",
-        "weights",
-        "channels",
-        "rate",
-        "bound",
-        "certificate",
-        "groups",
-        "cluster",
-    ),
+    *("format", "collective", "axes", "weights", "channels"),
+    *("rate", "bound", "certificate", "groups", "cluster"),
 )
 """Keys of the file."""
 
@@ -169,16 +158,12 @@ class MeshByKind:
         """Read such an object; errors as `from_json`."""
         check_format(value, MESH_KIND_FORMAT)
         check_known(value, MESH_KIND_KEYS, "the plans of a mesh")
-        channels = read_texts(value.get("channels"), "channels")
-        for channel in channels:
-            if channel not in CHANNEL_LINKS:
-                raise PlanError(f"channel {channel!r} is unknown; use one of {', '.join(CHANNEL_LINKS)}")
         made = MeshByKind(
             axes=read_pairs(value, "axes", read_whole),
             weights=read_pairs(value, "weights", read_fraction),
             cluster=cluster_from_object(value.get("cluster")),
             collective=read_text(value.get("collective"), "collective"),
-            channels=channels,
+            channels=read_channels(value),
             groups=(),
             lengths=class_lengths_from_object(value.get("certificate")),
             rate=read_number(value.get("rate"), "rate"),

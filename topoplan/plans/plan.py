@@ -488,10 +488,7 @@ class Plan(Plans):
         check_known(value, PLAN_KEYS, "the plan")
         topology = topology or embedded_topology(value)
         root, order = value.get("root"), value.get("order", "height")
-        channels = read_texts(value.get("channels"), "channels")
-        for channel in channels:
-            if channel not in CHANNEL_LINKS:
-                raise PlanError(f"channel {channel!r} is unknown; use one of {', '.join(CHANNEL_LINKS)}")
+        channels = read_channels(value)
         shards: Sequence[Shard] = tuple(
             Shard.from_object(item, number)
             for number, item in enumerate(read_list(value.get("shards"), "shards"))
@@ -694,6 +691,15 @@ class PlanCollection(Plans):
     @property
     def notes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(note for plan in self.plans for note in plan.notes))
+
+
+def read_channels(value: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the channels that a plan file states; PlanError for an unknown one."""
+    channels = read_texts(value.get("channels"), "channels")
+    for channel in channels:
+        if channel not in CHANNEL_LINKS:
+            raise PlanError(f"channel {channel!r} is unknown; use one of {', '.join(CHANNEL_LINKS)}")
+    return channels
 
 
 def check_shape(value: Mapping[str, object], trees: int, height: int) -> None:

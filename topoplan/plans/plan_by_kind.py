@@ -19,7 +19,7 @@ from typing import cast
 
 from topoplan.errors import PlanError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind, ClusterSample
-from topoplan.machine.fabric import CHANNEL_LINKS, STAGED, Fabric
+from topoplan.machine.fabric import STAGED, Fabric
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificates.certificate import Lengths
 from topoplan.plans.certificates.kind_lengths import forest_at_least
@@ -40,7 +40,7 @@ from topoplan.plans.kind_cluster_object import cluster_from_object, cluster_obje
 from topoplan.plans.kind_exchange import KindPath, PathImages
 from topoplan.plans.kind_images import TemplateImages
 from topoplan.plans.kind_templates import ClassCrossings, KindTemplate, share_units, template_sample
-from topoplan.plans.plan import ALL_TO_ALL, PLAN_FORMAT_2, Plan, collective_name
+from topoplan.plans.plan import ALL_TO_ALL, PLAN_FORMAT_2, Plan, collective_name, read_channels
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage, path_ends
 from topoplan.plans.torus_exchange import TorusPathImages, TorusPaths
 from topoplan.plans.torus_templates import TorusImages, TorusTemplate, arms_from_object, arms_object
@@ -377,16 +377,12 @@ class PlanByKind:
         derived = "gap busbw digest gpus server templates times"
         check_known(value, f"{known} {derived}".split(), "the plan")
         cluster = cluster or cluster_from_object(value.get("cluster"))
-        channels = read_texts(value.get("channels"), "channels")
-        for channel in channels:
-            if channel not in CHANNEL_LINKS:
-                raise PlanError(f"channel {channel!r} is unknown; use one of {', '.join(CHANNEL_LINKS)}")
         root = value.get("root")
         made = cls(
             collective=read_text(value.get("collective"), "collective"),
             cluster=cluster,
             root=None if root is None else read_whole(root, "root"),
-            channels=channels,
+            channels=read_channels(value),
             templates=(),
             lengths=class_lengths_from_object(value.get("certificate")),
             rate=read_number(value.get("rate"), "rate"),

@@ -187,7 +187,8 @@ class _Forms:
     """The forms of all groups along an axis, and of their parts at each level of `LEVELS`.
 
     At a level, row i is the part of one group in the server, leaf or pod ``number[i]``. Rows with equal ``form`` are in
-    groups of one form, and a permutation of the cluster maps one to the other. ``group[i]`` is the row's group.
+    groups of one form, and a permutation of the cluster maps one to the other. ``group[i]`` is the row's group; the
+    rows of a group follow one another, ascending.
     """
 
     groups: Numbers
@@ -245,7 +246,7 @@ def _joint_rate(
             before = max((int(own.max()) + 1 for _, own in rows[level]), default=0)
             rows[level].append((forms.number[level], forms.form[level] + before))
             for place in places:
-                mine = forms.group[level] == _row_of(mesh.groups[place])
+                mine = slice(*np.searchsorted(forms.group[level], _row_of(mesh.groups[place]) + np.arange(2)))
                 numbers, own = forms.number[level][mine].tolist(), forms.form[level][mine].tolist()
                 try:
                     found = parts[place].of_numbers(level, numbers)
@@ -295,11 +296,14 @@ def _loads_of_all(
 ) -> Iterator[tuple[LinkClass, Fraction]]:
     """Yield the loads of links of all groups together, for one server of each set of forms; likewise leaves, pods."""
     numbers, forms = (np.concatenate(column) for column in zip(*rows, strict=True))
-    which, places = np.unique(numbers, return_inverse=True)
-    sets = _multisets(places.astype(np.int64), forms, len(which))
+    order = np.argsort(numbers, kind="stable")
+    forms = forms[order]
+    starts, places = np.unique(numbers[order], return_index=True, return_inverse=True)[1:]
+    sets = _multisets(places.astype(np.int64), forms, len(starts))
+    ends = np.append(starts[1:], len(forms))
     for first in np.unique(sets, return_index=True)[1].tolist():
         total: dict[LinkClass, Fraction] = {}
-        for form, times in sorted(Counter(forms[numbers == which[first]].tolist()).items()):
+        for form, times in sorted(Counter(forms[starts[first] : ends[first]].tolist()).items()):
             for key, load in of_form[form].items():
                 total[key] = total.get(key, Fraction(0)) + times * load
         yield from total.items()

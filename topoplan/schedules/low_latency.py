@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -334,7 +334,8 @@ def _spread_shares(fabric: Fabric, shards: Sequence[Shard]) -> list[Fraction]:
         ]
         columns = list(zip(*lines, strict=True))
         # Stars on settled links alone: if they can have all, the other links stay empty, and nothing limits the others.
-        free = [place for place, column in enumerate(columns) if not any(_without(column, settled))]
+        left = [row for place, row in enumerate(scaled) if place not in settled]
+        free = [place for place in range(len(shards)) if not any(row[place] for row in left)]
         if free and settled:
             empty = PackingSimplex([0] * len(settled) + [1])
             empty.add([(*(columns[place][one] for one in settled), 1) for place in free], [1] * len(free))
@@ -350,10 +351,6 @@ def _spread_shares(fabric: Fabric, shards: Sequence[Shard]) -> list[Fraction]:
         duals, _ = program.duals()
         settled |= {place: 1 / total for place, dual in enumerate(duals) if dual > 0 and place not in settled}
     return shares
-
-
-def _without(column: Sequence[int], places: Collection[int]) -> list[int]:
-    return [entry for place, entry in enumerate(column) if place not in places]
 
 
 def mesh(

@@ -421,14 +421,15 @@ class TcpBackend(OneRank):
                 state.pace(self._open(call, state))
                 if at_once:
                     self._ahead = state
-                    met = self._agree(about, lambda: state, beside=state)
-                    self._ahead = None
+                    try:
+                        met = self._agree(about, lambda: state, beside=state)
+                    finally:
+                        self._ahead = None
                 self.arrivals.add(met - began)
                 world.wait(
                     lambda: state.finished, timeout=self._timeout, moved=lambda: state.touched, pause=advance
                 )
         finally:
-            self._ahead = None
             state.end()
             if self._probes is not None:
                 self._probes.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -13,10 +14,22 @@ import topoplan
 from tests.support.small_fabrics import direct_machines, rate_by_flows, switched_machines
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
+from topoplan.plans.loads import stage_links
 from topoplan.plans.plan import Plan
-from topoplan.solve.packing.block_trees import can_plan_blocks, least_time, plan_blocks, time_of
+from topoplan.solve.packing.block_trees import can_plan_blocks, least_time, plan_blocks
 
 COLLECTIVES = ("allgather", "reduce_scatter")
+
+
+def time_of(plan: Plan, blocks: Sequence[int]) -> Fraction:
+    """Return the time in which the trees of a plan move these blocks: units of ``blocks`` per GB/s."""
+    fabric = Fabric(plan.topology, plan.channels)
+    loads = [Fraction(0)] * len(fabric.capacity)
+    for shard in plan.shards:
+        amount = shard.share * len(blocks) * blocks[shard.stages[0].root]
+        for link in stage_links(shard.stages[0], fabric):
+            loads[link] += amount
+    return max(load / width for load, width in zip(loads, fabric.capacity, strict=True))
 
 
 def check_optimal(small: Topology, collective: str, blocks: tuple[int, ...]) -> None:

@@ -7,7 +7,7 @@ share the links, so a long block takes links that short ones leave free. By Edmo
 (1973) the optimum on direct links is that of the slowest cut, over which each block passes once (`least_time`).
 
 The plan is one of equal blocks in form: shards of a rank add up to 1 / N of the buffer, in the proportions of its
-packing, and rate and certificate are those of equal blocks. What it is for is the time of the given ones (`time_of`).
+packing, and rate and certificate are those of equal blocks. What it is for is the time of the given ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from functools import cached_property
 
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.build import build_plan
-from topoplan.plans.loads import stage_links
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Shard
 from topoplan.solve.packing.column_generation import ColumnGeneration
@@ -79,12 +78,13 @@ def plan_blocks(even: Plan, blocks: Sequence[int]) -> Plan:
 
     Examples
     --------
-    Rank 0 of a DGX-1V has ten times the bytes of the others, and its six NVLinks bring them out:
+    Rank 0 of a DGX-1V has ten times the bytes of the others, and its six NVLinks bring them out by more trees:
 
     >>> import topoplan
-    >>> even, blocks = topoplan.plan("dgx-1v", "allgather"), (10, *(1,) * 7)
-    >>> [float(time_of(plan, blocks)) for plan in (even, plan_blocks(even, blocks))]
-    [0.3466666666666667, 0.10666666666666667]
+    >>> even = topoplan.plan("dgx-1v", "allgather")
+    >>> made = plan_blocks(even, (10, *(1,) * 7))
+    >>> [sum(shard.stages[0].root == 0 for shard in plan.shards) for plan in (even, made)]
+    [4, 6]
     """
     fabric = Fabric(even.topology, even.channels)
     packing = BlockPacking(fabric, even.collective, None, (), tuple(blocks))
@@ -114,19 +114,10 @@ def plan_blocks(even: Plan, blocks: Sequence[int]) -> Plan:
     )
 
 
-def time_of(plan: Plan, blocks: Sequence[int]) -> Fraction:
-    """Return the time in which the trees of a plan move these blocks: units of ``blocks`` per GB/s."""
-    fabric = Fabric(plan.topology, plan.channels)
-    loads = [Fraction(0)] * len(fabric.capacity)
-    for shard in plan.shards:
-        amount = shard.share * len(blocks) * blocks[shard.stages[0].root]
-        for link in stage_links(shard.stages[0], fabric):
-            loads[link] += amount
-    return max(load / width for load, width in zip(loads, fabric.capacity, strict=True))
-
-
 def least_time(fabric: Fabric, collective: str, blocks: Sequence[int]) -> Fraction:
-    """Return a lower bound of `time_of` for any plan: the slowest cut around a rank or a server, in either direction.
+    """Return a lower bound of the time of blocks by any plan, in their unit per GB/s.
+
+    It is that of the slowest cut around a rank or a server, in either direction.
 
     In an allgather, each block of one side of a cut passes it once; in a reduce-scatter, the sum of each block that a
     rank of the other side owns does. Switches and helpers on the way change nothing in that.
