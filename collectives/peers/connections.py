@@ -343,11 +343,17 @@ class Listener:
             return listener
 
     def leave(self, endpoint: Endpoint) -> None:
-        """Undo `serve`; the last endpoint closes the listener. Idempotent."""
+        """Undo `serve`; the last endpoint closes the listener. Idempotent.
+
+        Connections to the endpoint that nobody has admitted end, so that no rank waits for an answer over them.
+        """
         with _SERVING_LOCK:
             if self._endpoints.pop(endpoint.name, None) is not None and not self._endpoints:
                 self._retire()
                 self.close()
+        for stranger in list(self._strangers):
+            if stranger._endpoint is endpoint:
+                stranger.end(None)
 
     def _retire(self) -> None:
         """Give endpoints from now on another listener at this address; without the lock, which a closing one holds."""
@@ -766,11 +772,14 @@ class Connection:
         self._needs, self._step = _PROOF, self._take_proof
 
     def _take_proof(self, data: bytes) -> None:
-        found = self._endpoint
+        found, listener = self._endpoint, self._listener
         assert found is not None, "the hello named it"
+        assert listener is not None, "this end was dialled"
         if not hmac.compare_digest(data, self._proof):
             found.refused[:] = [*found.refused, self.job][-4:]
             raise ValueError("another key")
+        if listener.endpoint(found.name) is not found:
+            raise ValueError("the endpoint has left")  # while the proof was under way
         self._open(dialled=False)
         self._failed = found.failed
         self._guard(found.accepted, self)

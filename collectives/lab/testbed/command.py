@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> Answer:
     from collectives.lab.testbed.run import run_testbed
 
     with progress_line("planning") as progress:
-        plans = _make_plans(options, progress)
+        plans, left_out = _make_plans(options, progress)
     first = next(iter(plans.values()))
     scale = options.scale
     if options.gbit_per_link is not None:
@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> Answer:
             late=late,
             progress=progress,
         )
-    notes = list(dict.fromkeys(note for plan in plans.values() for note in plan_notes(plan)))
+    notes = list(dict.fromkeys([*left_out, *(note for plan in plans.values() for note in plan_notes(plan))]))
     return Answer(
         text=lambda: _outcome_lines(first, outcome),
         value=lambda: {**_heading(first), "chunk": options.chunk, **outcome.to_object(), "notes": notes},
@@ -244,7 +244,10 @@ def _outcome_lines(first: Plan, outcome: ShapedRunOutcome) -> Iterator[str]:
         )
 
 
-def _make_plans(options: argparse.Namespace, progress: Callable[[str], None] | None) -> dict[str, Plan]:
+def _make_plans(
+    options: argparse.Namespace, progress: Callable[[str], None] | None
+) -> tuple[dict[str, Plan], list[str]]:
+    """Return plans by schedule, and why the rival of trees is left out where nobody asked for it by name."""
     source = read_plan_or_machine(options)
     if not isinstance(source, Plan | Topology):
         raise UsageError("a test bed runs one plan, and this file holds plans by size; plan without --sizes")
@@ -254,24 +257,32 @@ def _make_plans(options: argparse.Namespace, progress: Callable[[str], None] | N
         asked = apply_machine_options(options, source)
         machine, gpus = asked.whole, asked.allocation(options.gpus)
         collective, root = options.collective or "allreduce", options.root
-    plans = {}
-    beside = "one-hop" if check_collective(collective) == ALL_TO_ALL else "ring"
-    for name in options.schedules or (TREES, beside):
-        if name == TREES and isinstance(source, Plan):
-            made = source
-        elif isinstance(source, Plan) and isinstance(source.certificate, Demand):
-            plans[name] = _direct_plan(source, source.certificate, name)
-            continue
-        elif name == TREES:
-            made = make_plan(machine, collective, gpus=gpus, root=root, progress=progress)
-        elif name == "ring":
-            made = _relaying_ring(machine, collective, gpus, root)
-        elif name == "pcie-ring":
-            made = ring_plan(machine, collective, gpus=gpus, root=root, kind="pcie")
-        else:
-            made = make_schedule(name, machine, collective, gpus=gpus, root=root)
-        plans[made.schedule] = made
-    return plans
+
+    def made(name: str) -> Plan:
+        if name == TREES:
+            if isinstance(source, Plan):
+                return source
+            return make_plan(machine, collective, gpus=gpus, root=root, progress=progress)
+        if isinstance(source, Plan) and isinstance(source.certificate, Demand):
+            return _direct_plan(source, source.certificate, name)
+        if name == "ring":
+            return _relaying_ring(machine, collective, gpus, root)
+        if name == "pcie-ring":
+            return ring_plan(machine, collective, gpus=gpus, root=root, kind="pcie")
+        return make_schedule(name, machine, collective, gpus=gpus, root=root)
+
+    plans: dict[str, Plan] = {}
+    rival = "one-hop" if check_collective(collective) == ALL_TO_ALL else "ring"
+    for name in options.schedules or (TREES, rival):
+        try:
+            plan = made(name)
+        except InfeasibleError as error:
+            if name == TREES or options.schedules:
+                raise
+            return plans, [f"trees run alone: {error}"]
+        # Direct sends of a demand are planned as its trees are, under the same name.
+        plans[name if isinstance(plan.certificate, Demand) and name != TREES else plan.schedule] = plan
+    return plans, []
 
 
 def _direct_plan(source: Plan, demand: Demand, name: str) -> Plan:
@@ -285,7 +296,8 @@ def _direct_plan(source: Plan, demand: Demand, name: str) -> Plan:
         )
     except UsageError:
         raise InfeasibleError(
-            "no one-hop: some GPUs reach others of the demand only through another GPU; run --schedules trees"
+            "one-hop is impossible: some GPUs reach others of the demand only through another GPU; run --schedules "
+            "trees"
         ) from None
 
 

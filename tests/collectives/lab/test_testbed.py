@@ -378,8 +378,22 @@ def test_direct_sends_of_a_demand_use_the_links_of_its_plan() -> None:
     assert (direct.channels, direct.rate) == (("pcie",), plan.rate)
     relayed = topoplan.plan("dgx-1v", "alltoall", gpus=[7, 5, 4, 1], demand=[[0, 5, 1, 1]] * 4)
     assert isinstance(relayed.certificate, Demand)
-    with pytest.raises(InfeasibleError, match=r"no one-hop: .* run --schedules trees"):
+    with pytest.raises(InfeasibleError, match=r"one-hop is impossible: .* run --schedules trees"):
         _direct_plan(relayed, relayed.certificate, "one-hop")
+
+
+@needs_namespaces
+@pytest.mark.thorough
+def test_trees_run_alone_where_a_default_rival_is_impossible(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    plan = topoplan.plan("dgx-1v", "alltoall", gpus=[7, 5, 4, 1], demand=[[0, 5, 1, 1]] * 4)
+    path.write_text(plan.to_json(), encoding="utf-8")
+    assert main(["testbed", str(path), "--sizes", "64KB", "--scale", "0.001", "--runs", "1", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [row["schedule"] for row in answer["rows"]] == ["paths"]
+    assert any(note.startswith("trees run alone: one-hop is impossible") for note in answer["notes"])
 
 
 def test_small_blocks_beside_large_ones_keep_an_element() -> None:

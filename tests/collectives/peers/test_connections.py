@@ -25,8 +25,12 @@ from collectives.peers import connections
 from collectives.peers.address import Address, listening_process, parse_address
 from collectives.peers.connections import (
     _FRAME,
+    _HELLO,
+    _REPLY,
     LONGEST,
+    MAGIC,
     STRANGERS,
+    VERSION,
     Connection,
     ConnectionLoop,
     Endpoint,
@@ -369,6 +373,21 @@ def test_one_process_listens_once_at_an_address_and_the_loop_ends_with_its_last_
         assert ConnectionLoop._running is not None
     assert ConnectionLoop._running is None
     assert not any(thread.name == "topoplan connections" for thread in threading.enumerate())
+
+
+def test_an_endpoint_that_leaves_ends_connections_that_nobody_has_admitted() -> None:
+    """While another endpoint keeps the listener: ranks that recover would wait for an answer of a rank that is gone."""
+    with serving(b"k") as (listener, _, _), serving(b"l") as (same, leaving, there):
+        assert same is listener
+        _, here = dialled(listener, leaving, b"l")
+        there.wait(lambda end: end.connection is not None)
+        name, _ = Endpoint.named(leaving.card, b"l")
+        with socket.create_connection(("127.0.0.1", listener.address.port), SECONDS) as unproved:
+            unproved.sendall(_HELLO.pack(MAGIC, VERSION, name, bytes(32), bytes(64)))
+            assert len(unproved.recv(_REPLY.size, socket.MSG_WAITALL)) == _REPLY.size
+            listener.leave(leaving)
+            here.wait(lambda end: end.ends == [None])
+            assert unproved.recv(1) == b""
 
 
 @pytest.mark.sampled
