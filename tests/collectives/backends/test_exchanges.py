@@ -122,6 +122,7 @@ def test_the_plan_of_a_demand_has_no_equal_blocks_to_run() -> None:
         comm.all_to_all([np.zeros(2)] * 2)
 
 
+@pytest.mark.thorough
 def test_relays_keep_no_more_than_a_few_chunks_over_tcp() -> None:
     """Calls again run by what was kept of the first."""
     arrays = inputs(4, 400)

@@ -93,7 +93,9 @@ def test_helpers_follow_other_collectives_averages_and_calls_in_the_background()
     assert min(found[RANKS:]) >= 2
 
 
-@pytest.mark.parametrize(("exchange", "helped"), [("dense", 1), ("tree", 0), ("pairs", 0)])
+@pytest.mark.parametrize(
+    ("exchange", "helped"), [("dense", 1), pytest.param("tree", 0, marks=pytest.mark.thorough), ("pairs", 0)]
+)
 def test_helpers_add_dense_entries_only(exchange: str, helped: int) -> None:
     plan = topoplan.plan(helped_star(RANKS, HELPERS))
     given, how = arrays_for("allreduce"), {"density": 0.01, "exchange": exchange}

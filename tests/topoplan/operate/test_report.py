@@ -285,6 +285,7 @@ def test_trees_are_stepped_through_in_a_browser(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_the_page_of_a_large_cluster_says_what_its_kinds_cost() -> None:
     """Well formed, loads nothing; without the slow servers the rate is that of equal ones."""
     many = topoplan.cluster_by_kind([topoplan.Server("nvlink-x4", count=200, nics=1)], nic_gbps=100)
