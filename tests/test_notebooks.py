@@ -30,6 +30,9 @@ OPEN = 'Open it with `pip install "topoplan[notebooks]"`, then `jupyter lab note
 LARGEST_FILE = 600_000
 SECONDS_PER_CELL = 300
 
+LONG = ("2-trees-against-rings", "6-which-job-goes-first")
+"""Notebooks that take 30 seconds and more."""
+
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -60,7 +63,11 @@ def run(notebook: nbformat.NotebookNode, folder: Path) -> None:
     ).execute()
 
 
-@each_notebook
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem in LONG)) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_runs_in_an_empty_folder_and_prints_what_was_committed(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,7 @@ LIMIT = 100
 """Seconds after which processes hang."""
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_of_mpi(ranks: int, tmp_path: Path) -> None:
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")
     program = [sys.executable, str(ROOT / "tests" / "jobs" / "gradient_ranks.py"), str(tmp_path)]

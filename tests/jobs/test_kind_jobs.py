@@ -21,12 +21,15 @@ from topoplan.plans.plan import ROOTED
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("machine", "servers"),
-    [("v100x4", 4), pytest.param("dgx-h100", 8, marks=pytest.mark.slow)],
+    [
+        ("v100x4", 2),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("v100x4", 4), ("dgx-h100", 8))),
+    ],
 )
 def test_a_job_on_a_plan_file_by_kind_has_the_bits_of_the_listed_plan(
     machine: str, servers: int, tmp_path: Path
 ) -> None:
-    """16 ranks, and 64; five collectives, of which rank 0 plans four by kind for all."""
+    """8 ranks, 16 and 64; five collectives, of which rank 0 plans four by kind for all."""
     cluster = cluster_by_kind([Server(machine, count=servers)], nic_gbps=100)
     path = tmp_path / "plan.json"
     path.write_text(plan_by_kind(cluster, "allreduce").to_json())

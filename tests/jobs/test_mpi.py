@@ -67,7 +67,7 @@ def mistakes(
     return ranks(f"mistakes {request.param}", 4, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_ranks_that_differ_refuse_and_continue(mistakes: list[dict[str, Any]]) -> None:
     check_refusals([one["refusals"] for one in mistakes])
 

@@ -119,7 +119,7 @@ def test_the_others_go_on_without_a_rank_that_is_stopped(backend: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "size", "within", "recovering", "alone"),
     [
-        pytest.param("mpi", 4, {0: 0.001}, {}, True, marks=pytest.mark.thorough),
+        pytest.param("mpi", 4, {0: 0.001}, {}, True, marks=pytest.mark.slow),
         pytest.param("mpi", 5, {1: BEFORE, 3: BEFORE}, {}, False, marks=pytest.mark.slow),
         pytest.param("mpi hosts", 4, {1: BEFORE}, {}, True, marks=pytest.mark.thorough),
         pytest.param("mpi hosts", 5, {0: 0.001, 4: 0.001}, {}, True, marks=pytest.mark.slow),

@@ -71,6 +71,7 @@ def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Told:
     return played(4, tmp_path_factory.mktemp("gpus"))
 
 
+@pytest.mark.slow
 def test_sparse_allreduces_of_tensors_on_a_gpu_are_loopbacks_bit_for_bit(on_gpus: Told) -> None:
     from tests.jobs.torch_ranks import rounded_by_loopback
 

@@ -615,7 +615,10 @@ def test_a_rival_that_fails_is_told_by_its_error() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("gpus", "rows"),
-    [("1", "windows-1/region,windows-1/missing,nccl-2/steps"), ("2", "windows-each/queue")],
+    [
+        pytest.param("1", "windows-1/region,windows-1/missing,nccl-2/steps", marks=pytest.mark.slow),
+        ("2", "windows-each/queue"),
+    ],
 )
 def test_rows_hold_on_the_stand_ins(tmp_path: Path, gpus: str, rows: str) -> None:
     """Each row in a process of its own, as on a GPU: a row that calls the back end wrongly fails here first."""

@@ -405,7 +405,13 @@ def test_a_wrong_plan_is_refused_at_construction() -> None:
 
 @pytest.mark.sampled
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "topologies").glob("*.json")))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.stem, marks=[pytest.mark.slow] * (path.stem == "gb300-nvl72"))
+        for path in sorted((ROOT / "topologies").glob("*.json"))
+    ],
+)
 def test_an_allreduce_plan_runs_all_five_collectives_exactly(name: str) -> None:
     """The others are planned on first use, on the same allocation, and then kept."""
     machine = topoplan.load(name)

@@ -469,7 +469,7 @@ def test_ranks_go_on_without_a_cable_that_is_cut(capsys: pytest.CaptureFixture[s
     assert shown["recovered"] > 0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @needs_namespaces
 def test_other_collectives_run_on_real_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Here an allgather from a plan file, whose columns are a table."""

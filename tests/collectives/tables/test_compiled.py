@@ -66,7 +66,7 @@ def test_a_file_of_compiled_loops_changes_with_the_numbers_that_it_takes_from_ot
     assert getattr(module, "TAKEN_NUMBERS", 0) == (zlib.crc32(repr(numbers).encode()) if numbers else 0)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:
     file = tmp_path / "loops.py"
     for text in (

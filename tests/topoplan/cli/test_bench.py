@@ -51,7 +51,9 @@ def needs(backend: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("backend", ["tcp", "mpi", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["tcp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mpi", "torch"))]
+)
 def test_the_ring_and_the_librarys_own_allreduce_run_on_the_same_processes(
     backend: str, plan_path: Path
 ) -> None:
@@ -67,7 +69,7 @@ def test_the_ring_and_the_librarys_own_allreduce_run_on_the_same_processes(
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "backend",
-    ["loopback", "shared", "tcp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mpi", "torch"))],
+    ["loopback", "shared", *(pytest.param(one, marks=pytest.mark.slow) for one in ("tcp", "mpi", "torch"))],
 )
 def test_every_back_end_adds_up_bfloat16(backend: str, plan_path: Path) -> None:
     """Between processes of one host too, which `shared` runs without MPI or torch."""
@@ -96,7 +98,14 @@ def test_bfloat16_without_its_package_is_one_line_that_says_what_to_install(plan
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("collective", [c for c in COLLECTIVES if c != "allreduce"])
+@pytest.mark.parametrize(
+    "collective",
+    [
+        pytest.param(one, marks=[pytest.mark.slow] * (one in ("reduce", "allgather")))
+        for one in COLLECTIVES
+        if one != "allreduce"
+    ],
+)
 def test_every_collective_runs_on_processes(collective: str) -> None:
     """The plan comes from stdin and is handed on to the processes; rank 0 alone prints."""
     plan = topoplan.plan(topoplan.load("dgx-1v"), collective, gpus=[0, 1])
@@ -147,7 +156,7 @@ def test_a_trace_shows_the_calls_of_all_ranks_on_one_clock(
         assert max(box["ts"] for box in of_one) <= min(box["ts"] + box["dur"] for box in of_one)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_chunk_sizes_that_were_found_are_kept(plan_path: Path, tmp_path: Path) -> None:
     kept = tmp_path / "chunks.json"
     for _ in range(2):

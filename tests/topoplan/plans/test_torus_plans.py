@@ -104,7 +104,7 @@ def test_an_exchange_of_up_to_256_gpus_is_the_listed_one(seed: int) -> None:
     agree(exchange_of_torus(seed, most=256 if seed < 30 else 60))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_wrong_files_of_exchanges_are_refused() -> None:
     refuse_wrong_files(range(60), 500, exchange_of_torus)
 
