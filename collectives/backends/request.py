@@ -16,7 +16,7 @@ between the ``out`` arrays of two ranks is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import index
@@ -245,9 +245,9 @@ def check_outputs(
 
 
 def one_per_rank(arrays: Sequence[Item], ranks: Sequence[int], what: str) -> list[Item]:
-    if isinstance(arrays, np.ndarray) and arrays.ndim == 0:
+    if not isinstance(arrays, Iterable) or (isinstance(arrays, np.ndarray) and arrays.ndim == 0):
         raise UsageError(
-            f"a single number instead of {len(ranks)} {what}; pass a list with one array per rank"
+            f"{what} must be a list with one for each of {len(ranks)} ranks, got a {type(arrays).__name__}"
         )
     listed = list(arrays)
     if len(listed) != len(ranks):

@@ -44,8 +44,8 @@ def sum_blocks(comm: Communicator, blocks: Any, offsets: Any, length: int) -> An
     """Return the dense sums of `Communicator.all_reduce_blocks`."""
     try:
         given, starts = checked_blocks(comm, blocks, offsets, length)
-    except UsageError as error:
-        comm._refuse(str(error))
+    except Exception as error:
+        comm._refuse_for(error)
         raise
     library, (width, dtype) = comm.arrays, (given[0].shape[1], given[0].dtype)
     told = [np.array([len(one), width, length, DTYPES.index(dtype.name)], np.int64) for one in given]

@@ -358,8 +358,8 @@ class SparseCollectives(ABC):
     _in_order: CallQueue
 
     @abstractmethod
-    def _refuse(self, reason: str) -> None:
-        """Refuse the next collective with all ranks."""
+    def _refuse_for(self, error: Exception) -> None:
+        """Refuse a collective with all ranks if this one cannot read its arguments."""
 
     def sparse_all_reduce(
         self,
@@ -444,8 +444,8 @@ class SparseCollectives(ABC):
                 layers=layers,
                 clip=clip,
             )
-        except UsageError as error:
-            self._refuse(str(error))
+        except Exception as error:
+            self._refuse_for(error)
             raise
         if self._members.repeats:
             outcome = CollectiveOutcome()
@@ -460,8 +460,8 @@ class SparseCollectives(ABC):
                 residuals = sparse.prepare(asked)
                 self._in_order.run(lambda: sparse.keep(asked, residuals), exchanges=False)
             raise
-        except UsageError as error:
-            self._refuse(str(error))
+        except Exception as error:
+            self._refuse_for(error)
             raise
 
         def run() -> Any:

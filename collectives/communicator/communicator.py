@@ -45,7 +45,7 @@ from collectives.recovery.survivors import (
     join_recovery,
 )
 from collectives.tables.numpy_arrays import dtype_name
-from topoplan.errors import BackendError, UsageError, deprecated
+from topoplan.errors import BackendError, TopoplanError, UsageError, deprecated
 from topoplan.plans.plan import ROOTED, Plan, Plans, check_collective
 from topoplan.units import parse_size
 
@@ -415,8 +415,8 @@ class Communicator(DenseCollectives, SparseCollectives):
             place = self._root(root) if name in ROOTED else None
             kind = op if name in REDUCTIONS else None
             checked = request(name, execution.backend, arrays, out=out, op=kind, root=place)
-        except UsageError as error:
-            self._refuse(str(error))
+        except Exception as error:
+            self._refuse_for(error)
             raise
         prepared = self._in_order.run(lambda: self._open().prepare(checked))
         members = self._members
@@ -792,6 +792,16 @@ class Communicator(DenseCollectives, SparseCollectives):
         if self.one_rank:
             self._in_order.run(lambda: self._open().refuse(reason))
 
+    def _refuse_for(self, error: Exception) -> None:
+        """Refuse a collective with all ranks if this one cannot read its arguments; its next call would meet theirs.
+
+        Does nothing for an error of the back end, which the others have too.
+        """
+        if not isinstance(error, BackendError):
+            self._refuse(
+                str(error) if isinstance(error, TopoplanError) else f"{type(error).__name__}: {error}"
+            )
+
     def __enter__(self) -> Communicator:
         return self
 
@@ -810,14 +820,14 @@ class Communicator(DenseCollectives, SparseCollectives):
         if self._members.repeats:
             return self._start_to_end(collective, root, op, arrays, out, async_op)
         below = MIN_MONITORED_BYTES if self._members.watched else None
-        task = execution.repeated(collective, root, op, arrays, out, later=async_op, below=below)
-        if task is None:
-            try:
+        try:
+            task = execution.repeated(collective, root, op, arrays, out, later=async_op, below=below)
+            if task is None:
                 checked = request(collective, execution.backend, arrays, out=out, op=op, root=root)
-            except UsageError as error:
-                self._refuse(str(error))
-                raise
-            task = partial(self._members.run, execution, checked)
+                task = partial(self._members.run, execution, checked)
+        except Exception as error:
+            self._refuse_for(error)
+            raise
         if async_op:
             return self._in_order.submit(task, CollectiveOutcome(among=self.original_ranks))
         return self._in_order.run(task)
@@ -877,8 +887,8 @@ class Communicator(DenseCollectives, SparseCollectives):
         self._refuse_helper()
         try:
             asked = uneven_call(execution.backend, method, arrays, counts, recv_counts, **options)
-        except UsageError as error:
-            self._refuse(str(error))
+        except Exception as error:
+            self._refuse_for(error)
             raise
         outcome = CollectiveOutcome(among=membership.seats)
         task: Callable[[], Any]
@@ -901,8 +911,8 @@ class Communicator(DenseCollectives, SparseCollectives):
                     "a collective in a graph cannot be repeated if a rank fails; capture it with a communicator that "
                     'has on_failure="raise"'
                 )
-        except UsageError as error:
-            self._refuse(str(error))
+        except Exception as error:
+            self._refuse_for(error)
             raise
         outcome = CollectiveOutcome()
         original_root = None if root is None else seats[root]

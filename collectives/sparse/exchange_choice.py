@@ -32,7 +32,7 @@ from collectives.peers.control_plane import shape_text
 from collectives.sparse.entry_arrays import entry_count, message_bytes, place_bytes
 from collectives.sparse.exchanges import RoundRunner
 from collectives.sparse.hashed_owners import OwnedMessages
-from collectives.sparse.selection.error_feedback import checked_density
+from collectives.sparse.selection.error_feedback import checked_density, checked_momentum, real_number
 from topoplan.errors import InfeasibleError, RefusedError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import FabricServers
@@ -555,7 +555,7 @@ def sparse_request(
         raise UsageError(f"gradients of {dtype} cannot be made sparse; give {', '.join(DTYPES)}")
     if not isinstance(op, str) or op not in OPERATIONS:
         raise UsageError(f"op of a sparse allreduce must be {' or '.join(OPERATIONS)}, got {op!r}")
-    if not (isinstance(loss_scale, Real) and 0 < loss_scale < math.inf):
+    if not 0 < real_number(loss_scale) < math.inf:
         raise UsageError(
             f"loss_scale must be above 0 and finite, got {loss_scale!r}; give that of the gradients"
         )
@@ -575,10 +575,11 @@ def sparse_request(
         layers = _checked_layers(layers, size)
     check_exchange(exchange)
     check_wire(wire)
+    momentum = checked_momentum(momentum)
     if not isinstance(key, str):
         raise UsageError(f"key must be a text, got {key!r}; give the name of the gradient")
     mean, densities = (density, None) if isinstance(density, float) else _by_layer(density, layers)
-    if clip is not None and not (isinstance(clip, Real) and 0 < clip < math.inf):
+    if clip is not None and not 0 < real_number(clip) < math.inf:
         raise UsageError(f"clip must be a norm above 0, got {clip!r}; give that of the average, or None")
     on_host = library.gpu(inputs[0]) is None
     kept = "float64" if dtype == "float64" else "float32"

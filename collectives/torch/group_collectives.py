@@ -685,8 +685,7 @@ class GroupCollectives:
             return check()
         except Exception as error:  # such as a TypeError for a value that is not a list of tensors
             if self.communicator is not None:
-                kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
-                self.communicator._refuse(f"{kind}{error}")
+                self.communicator._refuse_for(error)
             raise
 
     def _reduces(self, tensors: Sequence[Any], opts: Any) -> bool:

@@ -213,8 +213,8 @@ class InStepAverager(Averager):
             density = 1.0 if sparse is None else sparse.at(step, self.settings.names_of(parts))
             layers = None if sparse is None else sparse.layers(parts)
             scale = self.scale if self.filters or sparse is not None else 1.0
-        except UsageError as error:
-            comm._refuse(str(error))
+        except Exception as error:
+            comm._refuse_for(error)
             raise
 
         def sparse_note(chosen: SparseExplanation) -> dict[str, Any]:
@@ -258,8 +258,8 @@ class InStepAverager(Averager):
             self._keys.add(key)
             try:
                 changes = None if self._estimates is None else self._estimates.change(gradients, parts, scale)
-            except UsageError as error:
-                comm._refuse(str(error))
+            except Exception as error:
+                comm._refuse_for(error)
                 raise
             found = comm.sparse_all_reduce(
                 gradients if changes is None else changes.arrays,

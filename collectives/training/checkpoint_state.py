@@ -255,6 +255,9 @@ def check_states(states: Sequence[object]) -> None:
             raise UsageError(
                 f"a state must be what state_dict returned, got a {type(one).__name__}; load that"
             )
+        if "ranks" not in one:
+            keys = ", ".join(map(repr, list(one)[:4])) or "nothing"
+            raise UsageError(f"a state must be what state_dict returned, got one with {keys}; load that")
 
 
 def check_list_of_states(ranks: Sequence[int], present: int) -> None:

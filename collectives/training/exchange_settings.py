@@ -153,7 +153,8 @@ class TopK:
                     "ef21 has a momentum of its own, and clip would bound changes; leave these out"
                 )
             object.__setattr__(self, "ef21", float(self.ef21))  # ranks and checkpoints compare its text
-        if not (callable(self.density) or isinstance(self.density, dict) or self.density == "auto"):
+        automatic = isinstance(self.density, str) and self.density == "auto"
+        if not (callable(self.density) or isinstance(self.density, dict) or automatic):
             checked_density(self.density)
             if isinstance(self.density, int):
                 warnings.warn(

@@ -67,7 +67,7 @@ from collectives.training.modes import (
 )
 from collectives.training.outer_optimizers import check_rounds_in_flight
 from collectives.training.report import Recorder, log_start, register_recorder
-from topoplan.errors import BackendError, RefusedError, UsageError
+from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError
 
 FORMAT = "topoplan.gradients/2"
 """Format of a checkpoint state: residuals are in units of a loss scale of 1."""
@@ -177,6 +177,7 @@ class GradientSynchronizer:
         how = ExchangeSettings(compression, mode_of(sync, "sync"))
         self.mode, self._sparse = how.mode, how.top_k is not None
         self._ef21 = None if how.top_k is None else how.top_k.ef21
+        self._momentum = 0.0 if how.top_k is None else how.top_k.momentum
         if shrink is not None and self._ef21 is not None:
             replace(how, shrinks=True)  # which refuses them together
         if isinstance(compression, Cast) and not isinstance(how.mode, BSP):
@@ -606,6 +607,12 @@ class GradientSynchronizer:
         if state["ranks"] == same["ranks"]:
             filters = state.get("filters", EMPTY_STATE)
             check_saved_estimates(filters, self._ef21, residuals=bool(state["residuals"]))
+            saved = {one["momentum"] for listed in state["residuals"].values() for one in listed}
+            if self._sparse and saved - {self._momentum}:
+                raise UsageError(
+                    f"the state must be of momentum {self._momentum}, got {', '.join(map(str, sorted(saved)))}; use "
+                    "the same"
+                )
         if state["ranks"] == same["ranks"] and tuple(state.get("held", ranks)) != tuple(ranks):
             raise UsageError(
                 f"the state is that of ranks {list(state['held'])}, and this process has {list(ranks)}; every process "
@@ -725,8 +732,11 @@ class GradientSynchronizer:
         except RefusedError:  # by all ranks
             self._give_up()
             raise
-        except UsageError as error:
-            text = f"{when or f'training step {self.recorder.step}'}: {error}"
+        except BackendError:  # of a collective, which the others have too
+            raise
+        except Exception as error:
+            kind = "" if isinstance(error, TopoplanError) else f"{type(error).__name__}: "
+            text = f"{when or f'training step {self.recorder.step}'}: {kind}{error}"
             try:
                 self.communicator._refuse(text)
             except RefusedError as texts:

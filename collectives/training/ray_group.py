@@ -160,8 +160,8 @@ class RayGroup:
         """Refuse a wrong argument with all ranks, which stay in step."""
         try:
             yield
-        except UsageError as error:
-            self.communicator._refuse(str(error))
+        except Exception as error:
+            self.communicator._refuse_for(error)
             raise
 
     @classmethod
@@ -182,24 +182,24 @@ class RayGroup:
 
     def allreduce(self, tensor: list[Any], allreduce_options: Any) -> None:
         with self._checking():
-            array = _only(tensor, filled=True)
-        array[...] = self.communicator.all_reduce(array, op=OPERATIONS[allreduce_options.reduceOp.name])
+            array, op = _only(tensor, filled=True), OPERATIONS[allreduce_options.reduceOp.name]
+        array[...] = self.communicator.all_reduce(array, op=op)
 
     def barrier(self, barrier_options: Any = None) -> None:
         self.communicator.barrier()
 
     def reduce(self, tensor: list[Any], reduce_options: Any) -> None:
-        root = reduce_options.root_rank
         with self._checking():
+            root, op = reduce_options.root_rank, OPERATIONS[reduce_options.reduceOp.name]
             array = _only(tensor, filled=self.rank == root)
-        found = self.communicator.reduce(array, root=root, op=OPERATIONS[reduce_options.reduceOp.name])
+        found = self.communicator.reduce(array, root=root, op=op)
         if self.rank == root:
             array[...] = found
 
     def broadcast(self, tensor: list[Any], broadcast_options: Any) -> None:
         with self._checking():
-            array = _only(tensor, filled=True)
-        array[...] = self.communicator.broadcast(array, root=broadcast_options.root_rank)
+            array, root = _only(tensor, filled=True), broadcast_options.root_rank
+        array[...] = self.communicator.broadcast(array, root=root)
 
     def allgather(
         self, tensor_list: list[list[Any]], tensor: list[Any], allgather_options: Any = None
@@ -217,8 +217,9 @@ class RayGroup:
         with self._checking():
             out = _only(tensor, filled=True)
             given = _blocks(tensor_list, self.world_size, out)
+            op = OPERATIONS[reducescatter_options.reduceOp.name]
         whole = np.concatenate([one.ravel() for one in given])
-        found = self.communicator.reduce_scatter(whole, op=OPERATIONS[reducescatter_options.reduceOp.name])
+        found = self.communicator.reduce_scatter(whole, op=op)
         out[...] = found.reshape(out.shape)
 
     def send(self, tensor: list[Any], send_options: Any) -> None:

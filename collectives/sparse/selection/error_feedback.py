@@ -13,6 +13,7 @@ itself.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -442,15 +443,24 @@ def warm_up_density(epoch: int, density: float = 0.001) -> float:
     return max(checked_density(density), FIRST ** (epoch + 1))
 
 
+def real_number(value: Any) -> float:
+    """Return a value as a float: nan if it is no real number, infinity above the largest one."""
+    try:
+        number: float = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:
+        return math.inf
+    return number
+
+
 def checked_density(density: Any, name: str = "density") -> float:
     """Return a density as a float; UsageError, with `name` in the message, unless it is above 0 and at most 1."""
-    if not (isinstance(density, Real) and 0 < float(density) <= 1):
+    if not 0 < real_number(density) <= 1:
         raise UsageError(f"{name} must be above 0 and at most 1, got {density!r}; give for example 0.01")
     return float(density)
 
 
 def checked_momentum(momentum: Any) -> float:
     """Return the momentum of velocities as a float; UsageError unless it is at least 0 and below 1."""
-    if not (isinstance(momentum, Real) and 0 <= float(momentum) < 1):
+    if not 0 <= real_number(momentum) < 1:
         raise UsageError(f"momentum must be in [0, 1), got {momentum!r}; give for example 0.9, or 0 for none")
     return float(momentum)

@@ -303,7 +303,8 @@ def test_one_rank_gets_a_copy_of_its_own_data(collective: str) -> None:
 
 BAD_ARRAYS = [
     (lambda a: a[:-1], "3 arrays for 4 ranks"),
-    (lambda a: np.array(5), "a single number instead of 4 arrays"),
+    (lambda a: np.array(5), "arrays must be a list with one for each of 4 ranks, got a ndarray"),
+    (lambda a: None, "arrays must be a list with one for each of 4 ranks, got a NoneType"),
     (lambda a: [*a[:2], [1, 2, 3], a[3]], "rank 2 has a list instead of a numpy array"),
     (lambda a: [*a[:2], np.ma.masked_array(a[2]), a[3]], "rank 2 has a MaskedArray"),
     (lambda a: [*a[:3], a[3][:4]], r"rank 3 has shape \(4,\) and rank 0 \(8,\)"),

@@ -240,3 +240,27 @@ def test_low_ranks_by_layers_send_small_parameters_whole() -> None:
 def test_a_state_of_another_type_is_refused_in_one_line(odd: Any) -> None:
     with pytest.raises(UsageError, match=r"^a state must be what state_dict returned, got a \w+; load that$"):
         check_states(listed_states(odd))
+
+
+@pytest.mark.parametrize("odd", [{}, {"format": 1}, [{"model": {}}]])
+def test_a_mapping_that_no_state_dict_returns_is_refused_with_its_keys(odd: Any) -> None:
+    with pytest.raises(
+        UsageError, match=r"^a state must be what state_dict returned, got one with .*; load that$"
+    ):
+        check_states(listed_states(odd))
+
+
+@pytest.mark.parametrize(("saved", "restored"), [(0.9, 0.0), (0.0, 0.9), (0.5, 0.9)])
+def test_a_state_of_another_momentum_is_refused_when_it_is_loaded(saved: float, restored: float) -> None:
+    """Not by the next step; nothing has changed."""
+    (gradients,) = drawn(1)
+    with made(compression=TopK({"1": 0.5, "*": 0.2}, momentum=saved)) as synchronizer:
+        synchronizer.step(gradients)
+        state = synchronizer.state_dict()
+    with made(compression=TopK(0.2, momentum=restored)) as synchronizer:
+        with pytest.raises(
+            UsageError, match=f"^the state must be of momentum {restored}, got {saved}; use the same$"
+        ):
+            synchronizer.load_state_dict(state)
+        assert synchronizer.state_dict()["step"] == 0
+        synchronizer.step(gradients)

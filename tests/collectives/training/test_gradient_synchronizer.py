@@ -213,6 +213,8 @@ def test_a_state_of_another_model_or_size_is_refused() -> None:
         ):
             other.load_state_dict({**state, **other._identity(), "held": [3]})
         with pytest.raises(UsageError, match=r"must have format .*, got None"):
+            other.load_state_dict({**state, "format": None})
+        with pytest.raises(UsageError, match=r"what state_dict returned, got one with nothing"):
             other.load_state_dict({})
         other.ready(0, [rank[0] for rank in whole_numbers(0, SPARSE)])
         with pytest.raises(UsageError, match="the step is not over"):
