@@ -253,6 +253,8 @@ def check_lengths(count: int, chunk_elements: int, *, ranks: int, blocks: int) -
     """Raise UsageError if a buffer of ``count`` elements cannot be divided into blocks and chunks."""
     if count < 0:
         raise UsageError(f"count must be 0 or more elements, got {count}")
+    if count >= 1 << 63:
+        raise UsageError(f"count must be below 2**63 elements, got {count}")
     if chunk_elements < 1:
         raise UsageError(f"chunk_elements must be 1 or more, got {chunk_elements}")
     if count % blocks:

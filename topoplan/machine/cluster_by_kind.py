@@ -21,8 +21,9 @@ own. A server that has lost all GPUs keeps its number, and is in no cell.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -228,12 +229,14 @@ class ClusterByKind:
 
     def first_rank(self, server: int) -> int:
         """Return the first rank on a server."""
-        first, rank, gpus = next(run for run in reversed(self._first_ranks) if run[0] <= server)
+        runs = self._first_ranks
+        first, rank, gpus = runs[bisect_right(runs, server, key=lambda run: run[0]) - 1]
         return rank + (server - first) * gpus
 
     def server_of(self, rank: int) -> tuple[int, int]:
         """Return the server of a rank, and the GPU's number there."""
-        first, start, gpus = next(run for run in reversed(self._first_ranks) if run[1] <= rank)
+        runs = self._first_ranks
+        first, start, gpus = runs[bisect_right(runs, rank, key=lambda run: run[1]) - 1]
         return first + (rank - start) // gpus, (rank - start) % gpus
 
     def gpu_name(self, rank: int) -> str:
@@ -474,6 +477,15 @@ class ClusterByKind:
             found.append((kind, range(first, first + count)))
             first += count
         return found
+
+    def placed_runs(self) -> Iterator[tuple[int, int, range]]:
+        """Yield the leaf, the cell and the servers of every run of servers with GPUs."""
+        cells = {(cell.leaf_class, cell.kind): number for number, cell in enumerate(self.cells)}
+        for leaf_class, leaves in enumerate(self._classes.values()):
+            for leaf in leaves:
+                for kind, servers in self.leaf_runs(leaf):
+                    if self.gpus_of_kind[kind]:
+                        yield leaf, cells[leaf_class, kind], servers
 
     def with_faults(
         self,

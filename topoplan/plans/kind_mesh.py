@@ -15,7 +15,7 @@ from functools import cached_property
 from math import prod
 from typing import cast
 
-from topoplan.errors import PlanError, UsageError
+from topoplan.errors import PlanError, TopologyError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind, ClusterSample
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.file_values import (
@@ -46,6 +46,9 @@ MESHES_BY_KIND = ("allreduce", "allgather", "reduce_scatter")
 
 MOST_MESH_RANKS = 4_000_000
 """Most ranks of a mesh by kind: `verify_kind_mesh` takes 2 GB of memory."""
+
+MOST_GROUP_KINDS = 256
+"""Most kinds of groups of a mesh; planning so many takes minutes."""
 
 MESH_KIND_KEYS = (
     *("format", "collective", "axes", "weights", "channels"),
@@ -170,10 +173,17 @@ class MeshByKind:
             bound=read_number(value.get("bound"), "bound"),
         )
         check_axes(made)
-        rows = enumerate(read_list(value.get("groups"), "groups"))
-        return replace(
-            made, groups=tuple(_read_group(made, item, f"group {number}") for number, item in rows)
-        )
+        rows = read_list(value.get("groups"), "groups")
+        if len(rows) > MOST_GROUP_KINDS:
+            raise PlanError(f"groups must be of at most {MOST_GROUP_KINDS} kinds, got {len(rows):,}")
+        groups: dict[tuple[str, int], GroupKind] = {}
+        for number, item in enumerate(rows):
+            axis, first = _first_rank(made, item, f"group {number}")
+            if (axis, first) in groups:
+                place = [*groups].index((axis, first))
+                raise PlanError(f"groups {place} and {number} must be of different kinds, got one kind")
+            groups[axis, first] = _read_group(made, item, axis, first, f"group {number}")
+        return replace(made, groups=tuple(groups.values()))
 
 
 def _plan_object(plan: Plan | PlanByKind) -> dict[str, object]:
@@ -183,7 +193,8 @@ def _plan_object(plan: Plan | PlanByKind) -> dict[str, object]:
     return {key: value for key, value in plan.to_object().items() if key != "cluster"}
 
 
-def _read_group(mesh: MeshByKind, item: object, where: str) -> GroupKind:
+def _first_rank(mesh: MeshByKind, item: object, where: str) -> tuple[str, int]:
+    """Return the axis and the lowest rank of a group."""
     value = read_object(item, where)
     check_known(value, ("axis", "count", "first", "plan"), where)
     axis = read_text(value.get("axis"), f"{where}: axis")
@@ -194,6 +205,12 @@ def _read_group(mesh: MeshByKind, item: object, where: str) -> GroupKind:
     stride = prod(extent for _, extent in mesh.axes[list(extents).index(axis) + 1 :])
     if not 0 <= first < mesh.cluster.size or first // stride % extents[axis]:
         raise PlanError(f"{where}: first must be the lowest rank of a group along {axis}, got {first}")
+    return axis, first
+
+
+def _read_group(mesh: MeshByKind, item: object, axis: str, first: int, where: str) -> GroupKind:
+    value, extents = read_object(item, where), dict(mesh.axes)
+    stride = prod(extent for _, extent in mesh.axes[list(extents).index(axis) + 1 :])
     members = tuple(range(first, first + extents[axis] * stride, stride))
     taken = gpus_by_server(mesh.cluster, members)
     plan: Plan | PlanByKind
@@ -208,7 +225,7 @@ def _read_group(mesh: MeshByKind, item: object, where: str) -> GroupKind:
             ((server, gpus),) = taken.items()
             topology = mesh.cluster.server_machine(server).subset(gpus).settled()
             plan = Plan.from_object(stated, Fabric(topology, mesh.channels[:1]).topology)
-    except (PlanError, UsageError) as error:
+    except (PlanError, TopologyError, UsageError) as error:
         raise PlanError(f"{where}: {error}") from None
     return GroupKind(axis, read_whole(value.get("count"), f"{where}: count"), members, plan)
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
-from topoplan.machine.cluster_by_kind import ClusterByKind, ServerPlace
+from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Link
 from topoplan.plans.certificates.forest_length import forest_length
@@ -96,11 +96,10 @@ class _ClusterClasses:
     def __init__(self, cluster: ClusterByKind) -> None:
         self.cluster = cluster
         self.server, self.leaf, self.pod = dict[int, int](), dict[int, int](), dict[int, int]()
-        for number, cell in enumerate(cluster.cells):
-            for leaf in range(cell.leaves):
-                self.leaf[cluster.leaf_number(cell.leaf_class, leaf)] = cell.leaf_class
-                for position in range(cell.count):
-                    self.server[cluster.server(ServerPlace(number, leaf, position))] = number
+        for leaf, number, servers in cluster.placed_runs():
+            self.leaf[leaf] = cluster.cells[number].leaf_class
+            self.server |= dict.fromkeys(servers, number)
+        for cell in cluster.cells:
             for pod in range(cell.pods):
                 self.pod[cluster.pod_number(cell.pod_class, pod)] = cell.pod_class
 

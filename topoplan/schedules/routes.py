@@ -260,7 +260,11 @@ class LeastLoaded:
             room = self._room_for(share)
             searched = [self._routes.widest(*pair, room) for pair in pairs if self.joined(*pair)]
             choices = [self._fabric.arc(links) for links in searched if links is not None]
-        best = choices[0] if len(choices) == 1 else min(choices, key=lambda arc: (self._fullest(arc, share), arc.hops))
+        best = (
+            choices[0]
+            if len(choices) == 1
+            else min(choices, key=lambda arc: (self._fullest(arc, share), arc.hops))
+        )
         for number in best.links:
             self._load[number] += share
             if self._room:

@@ -31,7 +31,13 @@ from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.fabric import CHANNEL_CHOICES, Fabric
 from topoplan.plans.certificates.forest_length import forest_length
 from topoplan.plans.certificates.kind_lengths import forest_at_least
-from topoplan.plans.kind_mesh import MESHES_BY_KIND, MOST_MESH_RANKS, GroupKind, MeshByKind
+from topoplan.plans.kind_mesh import (
+    MESHES_BY_KIND,
+    MOST_GROUP_KINDS,
+    MOST_MESH_RANKS,
+    GroupKind,
+    MeshByKind,
+)
 from topoplan.plans.kind_templates import template_sample
 from topoplan.plans.loads import link_loads
 from topoplan.plans.mesh_plans import groups_along
@@ -41,9 +47,6 @@ from topoplan.solve.mesh_planner import mesh_weights
 from topoplan.solve.packing.kind_composition import plan_by_kind
 from topoplan.solve.planner import plan
 from topoplan.units import nearest_float
-
-MOST_GROUP_KINDS = 256
-"""Most kinds of groups of a mesh: some minutes."""
 
 LinkKey = tuple[object, ...]
 """The class of a link in the whole cluster: what it belongs to, its class there, and the ends' names in it."""
@@ -138,12 +141,8 @@ class _ServerPlaces:
     def __init__(self, cluster: ClusterByKind) -> None:
         self.cluster = cluster
         self.cell: dict[int, int] = {}
-        of_run: dict[tuple[int, int], int] = {}
-        for leaf in range(len(cluster.leaves)):
-            for kind, members in cluster.leaf_runs(leaf):
-                if cluster.gpus_of_kind[kind]:
-                    cell = of_run.setdefault((leaf, kind), cluster.place(members[0]).cell)
-                    self.cell |= dict.fromkeys(members, cell)
+        for _, cell, servers in cluster.placed_runs():
+            self.cell |= dict.fromkeys(servers, cell)
 
     def leaf_class(self, leaf: int) -> int:
         """Return the class of a leaf by its number; leaves without GPUs have none."""

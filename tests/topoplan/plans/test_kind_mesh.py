@@ -86,6 +86,11 @@ def test_ten_thousand_gpus_are_verified_from_a_small_file() -> None:
         (lambda value: value["weights"][0].__setitem__(1, "0"), "weights must be above zero"),
         (lambda value: value["certificate"].update(lengths=[]), "the lengths prove nothing"),
         (lambda value: value.update(group=[]), "key 'group' is unknown; did you mean 'groups'"),
+        (lambda value: value.update(groups=value["groups"] * 200), "at most 256 kinds, got"),
+        (
+            lambda value: value["cluster"]["network"].update(uplinks=[["leaf0", 1e-300, 1]]),
+            "group 0: link leaf0->spine0: bandwidth 1e-300 must be",
+        ),
     ],
 )
 def test_a_wrong_file_is_named(change: Callable[[dict[str, Any]], object], told: str) -> None:
