@@ -52,7 +52,7 @@ from collectives.tables.transfer_table import (
     TransferTable,
     place_in,
 )
-from topoplan.errors import BackendError, RefusedError, UsageError
+from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.plan import Plan, Plans
@@ -212,14 +212,16 @@ class Execution(Generic[Array]):
         if kind not in self._lowered:
             plan = self.plan_of(kind)
             if plan.exchanges:
-                return self._run_exchange(request, plan)
-        key, table, signature = self._lowered.get(kind) or self._lower(kind)
-        if request.prepared or request.counts:
-            signature = replace(signature, prepared=request.prepared, counts=request.counts)
-        memory = [self._memory(request, place, rank) for place, rank in enumerate(self.backend.ranks)]
-        if divides_first(kind):
-            memory = [replace(one, source=self._divided(one.source, one.rank)) for one in memory]
-        memory = copy_overlapping_inputs(memory, library)
+                with self.in_step():
+                    return self._run_exchange(request, plan)
+        with self.in_step():
+            key, table, signature = self._lowered.get(kind) or self._lower(kind)
+            if request.prepared or request.counts:
+                signature = replace(signature, prepared=request.prepared, counts=request.counts)
+            memory = [self._memory(request, place, rank) for place, rank in enumerate(self.backend.ranks)]
+            if divides_first(kind):
+                memory = [replace(one, source=self._divided(one.source, one.rank)) for one in memory]
+            memory = copy_overlapping_inputs(memory, library)
         agreed = signature.of_call(self._calls)
         if request.about is not None:
             # helper ranks read the reduction at the start
@@ -283,14 +285,15 @@ class Execution(Generic[Array]):
         Outputs that it lacks are allocated. Raises `RefusedError` on all ranks if one prepares another.
         """
         kind, backend = request.kind, self.backend
-        self._prepared_calls += 1
-        number = self._prepared_calls
-        self.agree(**_agreed_fields(kind), prepared=number)
         first = request.inputs[0]
-        outputs = [
-            backend.empty(shape, first) if output is None and rank in kind.holders else output
-            for rank, shape, output in zip(backend.ranks, kind.shapes, request.outputs, strict=True)
-        ]
+        with self.in_step():
+            outputs = [
+                backend.empty(shape, first) if output is None and rank in kind.holders else output
+                for rank, shape, output in zip(backend.ranks, kind.shapes, request.outputs, strict=True)
+            ]
+        number = self._prepared_calls + 1  # of those that no rank refused
+        self.agree(**_agreed_fields(kind), prepared=number)
+        self._prepared_calls = number
         return PreparedRequest(self, replace(request, outputs=outputs, prepared=number))
 
     def bind(self, request: Request[Array]) -> Callable[[], None] | None:
@@ -342,7 +345,11 @@ class Execution(Generic[Array]):
         """Run a cached call on arrays that fit."""
         library = self.backend.arrays
         if out is None:
-            out = library.empty(call.kind.shapes[0], array)
+            try:
+                out = library.empty(call.kind.shapes[0], array)
+            except Exception as error:
+                self._fall_out(error, self._calls)
+                raise
             result = library.address(out)
         self._run_bound(call, array, out, source, result)
         return out
@@ -651,9 +658,12 @@ class Execution(Generic[Array]):
         ) as gather:
             return plan_on_one_rank(gather, make, rank=self.backend.ranks[0])
 
-    def gather_texts(self, text: str) -> list[str]:
-        """Return the text of every rank, in order of rank; if all ranks are in this process, copies of this one."""
-        with self._agreed_gather(collective="texts") as gather:
+    def gather_texts(self, text: str, about: str = "texts") -> list[str]:
+        """Return the text of every rank, in order of rank; if all ranks are in this process, copies of this one.
+
+        `about` names the purpose; raises `RefusedError` on all ranks if it is another on one of them.
+        """
+        with self._agreed_gather(collective=about) as gather:
             return gather(text)
 
     @contextmanager
@@ -780,6 +790,29 @@ class Execution(Generic[Array]):
                 raise
         except BackendError as error:
             self._note_failure(error)
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Keep the ranks in step when this one alone raises an error that nobody expects, such as a `MemoryError`.
+
+        All ranks refuse the collective if this one has moved nothing of it yet. Else this rank ends the job: the others
+        may wait in any of the transfers that follow, and its next call must not meet them.
+        """
+        began = self._calls
+        try:
+            yield
+        except Exception as error:
+            self._fall_out(error, began)
+            raise
+
+    def _fall_out(self, error: Exception, began: int) -> None:
+        """Refuse a collective, or end the job, after an error as in `in_step`; `began` is `calls` before it."""
+        if not isinstance(error, TopoplanError) and self.backend.one_rank and not self._failed:
+            reason = f"{type(error).__name__}: {error}"
+            if self._calls == began:
+                self.refuse(reason)
+            else:
+                self.abort(f"rank {self.backend.ranks[0]} failed within a collective: {reason}")
 
     def _signature(self, **agreed: Any) -> Signature:
         nothing: dict[str, Any] = {"plan": "", "collective": "", "root": None, "op": None, "dtype": ""}

@@ -466,7 +466,8 @@ class SparseCollectives(ABC):
 
         def run() -> Any:
             try:
-                return sparse.run(asked, residuals, chosen)
+                with execution.in_step():
+                    return sparse.run(asked, residuals, chosen)
             except UsageError as error:
                 if execution.backend.one_rank and not isinstance(error, RefusedError):
                     execution.refuse(str(error))

@@ -349,16 +349,19 @@ class Communicator(DenseCollectives, SparseCollectives):
             Another rank failed, or does not call it.
         """
         backend = self._open().backend
-        wanted = [group for group in mesh.groups if group.axis == axis]
-        if len(mesh.ranks) != self.size or not wanted:
-            raise UsageError(
-                f"this communicator has {self.size} ranks, and the mesh {len(mesh.ranks)} with groups along "
-                f"{' and '.join(name for name, _ in mesh.weights)}; asked for is {axis!r}"
-            )
-        if self.one_rank:
-            said = self._gather_texts(f"{axis} {mesh.digest}")
-            if len(set(said)) > 1:
-                raise UsageError("the ranks split by different meshes or axes; give all of them the same")
+        try:
+            wanted = [group for group in mesh.groups if group.axis == axis]
+            if len(mesh.ranks) != self.size or not wanted:
+                raise UsageError(
+                    f"this communicator has {self.size} ranks, and the mesh {len(mesh.ranks)} with groups along "
+                    f"{' and '.join(name for name, _ in mesh.weights)}; asked for is {axis!r}"
+                )
+            purpose = f"{axis} {mesh.digest}"
+        except Exception as error:
+            self._refuse_for(error)
+            raise
+        if self.one_rank and len(set(self._gather_texts(purpose, "split"))) > 1:
+            raise UsageError("the ranks split by different meshes or axes; give all of them the same")
         made = self._in_order.run(lambda: backend.split([group.members for group in wanted]))
         mine = [group for group in wanted if set(group.members) & set(self.ranks)]
         found = [Communicator(group.plan, one) for group, one in zip(mine, made, strict=True)]
@@ -710,9 +713,12 @@ class Communicator(DenseCollectives, SparseCollectives):
             return execution.plan(collective, nbytes)
         return self._in_order.run(lambda: self._open().plan(collective, nbytes))
 
-    def _gather_texts(self, text: str) -> list[str]:
-        """Return the texts of all ranks, in order of rank; a process gives one text for all of its ranks."""
-        return self._in_order.run(lambda: self._open().gather_texts(text))
+    def _gather_texts(self, text: str, about: str = "texts") -> list[str]:
+        """Return the texts of all ranks, in order of rank; a process gives one text for all of its ranks.
+
+        Raises `RefusedError` on all ranks if `about`, the purpose, is another on one of them.
+        """
+        return self._in_order.run(lambda: self._open().gather_texts(text, about))
 
     def report(self) -> ArrivalReport:
         """Return which ranks came late to the collectives since the last report, how often and by how much.
@@ -731,7 +737,7 @@ class Communicator(DenseCollectives, SparseCollectives):
 
         def exchange() -> ArrivalReport:
             execution = self._open()
-            texts = execution.gather_texts(own_arrivals(execution.backend))
+            texts = execution.gather_texts(own_arrivals(execution.backend), "report")
             assert execution.backend.arrivals is not None, "looked at before"
             execution.backend.arrivals.forget()  # a refused report loses none
             return arrival_report(texts, self.plan.plans[-1].ranks)

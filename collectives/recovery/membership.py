@@ -265,7 +265,10 @@ class CommunicatorMembers:
 
             def run(sparse: SparseCollective = sparse) -> Any:
                 wanted, outcome.exchange = self._still_possible(sparse, asked)
-                return sparse.run(replace(wanted, outputs=[None]), sparse.prepare(wanted), outcome.exchange)
+                with self.execution.in_step():
+                    return sparse.run(
+                        replace(wanted, outputs=[None]), sparse.prepare(wanted), outcome.exchange
+                    )
 
             try:
                 result, failure = self._run_for_all(run, seats, outcome)
@@ -313,7 +316,7 @@ class CommunicatorMembers:
         before, survivors = self.membership.seats, self.survivors("grow")
         while True:
             try:
-                texts = self.execution.gather_texts(survivors.join_requests)
+                texts = self.execution.gather_texts(survivors.join_requests, "grow")
             except BackendError as error:
                 if not self.repeats or isinstance(error, RefusedError):
                     raise

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -45,9 +46,29 @@ from collectives.torch.group_arguments import (
     times,
 )
 from collectives.torch.sparse_rows import check_sparse, start_sum_of_rows
-from topoplan.errors import UsageError
+from topoplan.errors import TopoplanError, UsageError
 
 Result = TypeVar("Result")
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def in_step(method: Method) -> Method:
+    """Let all ranks refuse a collective that this rank could not start, as without memory for a copy."""
+
+    @wraps(method)
+    def call(self: GroupCollectives, *given: Any, **options: Any) -> Any:
+        before = self._begun
+        try:
+            return method(self, *given, **options)
+        except TopoplanError:
+            raise
+        except Exception as error:
+            if self._begun == before and self.communicator is not None:
+                self._begun += 1
+                self.communicator._refuse_for(error)
+            raise
+
+    return cast("Method", call)
 
 
 class GroupCollectives:
@@ -60,6 +81,8 @@ class GroupCollectives:
     """Works of a block that ends in one work; None outside of one."""
     _timed_out: list[Handle[Any]]
     """Collectives for which a wait has timed out."""
+    _begun: int = 0
+    """Collectives that were begun, or refused."""
 
     def rank(self) -> int:
         """Return this process's rank among the survivors."""
@@ -73,6 +96,7 @@ class GroupCollectives:
     def _planned(self) -> bool:
         """Return whether there is a plan; all ranks agree on it in the first collective."""
 
+    @in_step
     def allreduce(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
         if not isinstance(tensors, list):
             return self.inner.allreduce(tensors, *given_options(opts), *others)
@@ -83,9 +107,11 @@ class GroupCollectives:
             return self._reduced(tensors, opts)
         return self._in_place("allreduce", tensors, opts, op=op_name(opts))
 
+    @in_step
     def allreduce_sparse(self, tensors: Any, opts: Any = None) -> Any:
         return self._reduced_rows(tensors, opts)
 
+    @in_step
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
         if not isinstance(tensors, list):
             return self.inner.allreduce_coalesced(tensors, *given_options(opts), *others)
@@ -94,6 +120,7 @@ class GroupCollectives:
             return self._reduced(tensors, opts)
         return self._in_place("allreduce_coalesced", tensors, opts, op=op_name(opts))
 
+    @in_step
     def reduce(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
         if not isinstance(tensors, list) or opts is None:
             return self.inner.reduce(tensors, *given_options(opts), *others)
@@ -109,6 +136,7 @@ class GroupCollectives:
             "reduce", tensors, opts, op=op_name(opts), root=root, written=root == self.rank()
         )
 
+    @in_step
     def broadcast(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
         if not isinstance(tensors, list) or opts is None:
             return self.inner.broadcast(tensors, *given_options(opts), *others)
@@ -134,6 +162,7 @@ class GroupCollectives:
             opts,
         )
 
+    @in_step
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
         if not isinstance(inputs, list):
             return self.inner.allgather(outputs, inputs, *given_options(opts), *others)
@@ -171,6 +200,7 @@ class GroupCollectives:
             count=self.size() * inputs[0].numel(),
         )
 
+    @in_step
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
         """Gather several tensors of all ranks as one; outputs are a list for each rank."""
 
@@ -204,6 +234,7 @@ class GroupCollectives:
             count=self.size() * sum(one.numel() for one in inputs),
         )
 
+    @in_step
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
         def check() -> None:
             check_blocks(output, input, self.size(), "output", "input")
@@ -234,6 +265,7 @@ class GroupCollectives:
             opts,
         )
 
+    @in_step
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         def check() -> int:
             size = self.size()
@@ -251,6 +283,7 @@ class GroupCollectives:
         works = [self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
         return JointWork(works)
 
+    @in_step
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
         if not isinstance(outputs, list):
             return self.inner.reduce_scatter(outputs, inputs, *given_options(opts), *others)
@@ -273,6 +306,7 @@ class GroupCollectives:
             return self._scattered(outputs, whole, opts)
         return self._scattered_by_inner_group(outputs[0], whole, opts)
 
+    @in_step
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
         def check() -> None:
             check_blocks(input, output, self.size(), "input", "output")
@@ -283,6 +317,7 @@ class GroupCollectives:
             return self._scattered([output], line_of(input), opts)
         return self._scattered_by_inner_group(output, line_of(input), opts)
 
+    @in_step
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         def check() -> int:
             size = self.size()
@@ -299,6 +334,7 @@ class GroupCollectives:
         works = [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
         return JointWork(works)
 
+    @in_step
     def alltoall_base(
         self,
         output: Any,
@@ -326,6 +362,7 @@ class GroupCollectives:
             opts,
         )
 
+    @in_step
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         def check() -> None:
             check_length(outputs, self.size(), "output tensors")
@@ -353,6 +390,7 @@ class GroupCollectives:
             then=lambda: copy_lines(outputs, parts_of(whole, outputs)),
         )
 
+    @in_step
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
         if not isinstance(inputs, list) or opts is None:
             return self.inner.gather(outputs, inputs, *given_options(opts), *others)
@@ -394,6 +432,7 @@ class GroupCollectives:
             root=root,
         )
 
+    @in_step
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
         if not isinstance(outputs, list) or opts is None:
             return self.inner.scatter(outputs, inputs, *given_options(opts), *others)
@@ -475,6 +514,7 @@ class GroupCollectives:
             op, factor = operation_of(opts)
             self._check_on_all(lambda: check_sparse(tensors, op if factor is None else ""))
             assert self.communicator is not None, "there is a plan"
+            self._begun += 1
             handle = start_sum_of_rows(self.communicator, tensors[0], op)
             arrays, device = self.communicator.arrays, tensors[0].device
 
@@ -634,6 +674,7 @@ class GroupCollectives:
         `agreed` must be the same on all ranks (`Communicator.run_in_order`).
         """
         comm = self.communicator
+        self._begun += 1
         if comm is None or any(one.device.type != "cpu" for one in inputs) or self.served != "cpu:gloo":
             device = inputs[0].device if inputs else None
             return self._record(JointWork([call()], finish, device, results), opts)
@@ -666,6 +707,7 @@ class GroupCollectives:
         opts: Any,
     ) -> Any:
         assert self.communicator is not None, "`_carries` was asked before"
+        self._begun += 1
         handle = start(self.communicator)
         arrays = self.communicator.arrays
         future = future_of(handle, tensors, device=given.device, arrays=arrays, finish=finish)
@@ -684,6 +726,7 @@ class GroupCollectives:
         try:
             return check()
         except Exception as error:  # such as a TypeError for a value that is not a list of tensors
+            self._begun += 1
             if self.communicator is not None:
                 self.communicator._refuse_for(error)
             raise

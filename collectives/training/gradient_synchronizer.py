@@ -7,6 +7,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -366,11 +367,12 @@ class GradientSynchronizer:
                 self._check_between_steps()
             presence.here = 0
             last = True
-            while presence.ask(self.recorder.step):
-                last = False
-                averages = self.step(self._zeros() if comm.one_rank else [None] * len(comm.ranks))
-                if use is not None:
-                    use(averages)
+            with share_failure(comm, "inside join"):
+                while presence.ask(self.recorder.step):
+                    last = False
+                    averages = self.step(self._zeros() if comm.one_rank else [None] * len(comm.ranks))
+                    if use is not None:
+                        use(averages)
             if weights is not None:
                 self._copy_from_last(weights, last)
         finally:
@@ -436,7 +438,11 @@ class GradientSynchronizer:
         self._confirmed_step = self.recorder.step
         if self._averaged < self._averager.due:
             try:
-                self._averager.mix(self._by_parameter(parameters))
+                # neighbours of Gossip wait for mail, not for a collective
+                refuses = not isinstance(self.mode, Gossip)
+                with self._refuse_on_error("after_step") if refuses else contextlib.nullcontext():
+                    listed = self._by_parameter(parameters)
+                self._averager.mix(listed)
             finally:
                 if self._outer is not None:  # a failed round is over: its parameters are those before it
                     self._averaged = self._averager.due
@@ -476,10 +482,11 @@ class GradientSynchronizer:
             `LocalSGD` or `Gossip` lack the parameters, or `SSP` and `ASP` have them without ``use``.
         """
         stale = isinstance(self.mode, SSP | ASP)
-        if isinstance(self.mode, LOCAL_MODES) and parameters is None and self._diverged:
-            raise UsageError(
-                f"each rank has parameters of its own after {self.mode}; give them: finish(parameters)"
-            )
+        with self._refuse_on_error("finish"):
+            if isinstance(self.mode, LOCAL_MODES) and parameters is None and self._diverged:
+                raise UsageError(
+                    f"each rank has parameters of its own after {self.mode}; give them: finish(parameters)"
+                )
         if stale and parameters is not None and use is None:
             raise UsageError(
                 f"finish(parameters) in {self.mode} needs use=..., which takes late gradients as the optimizer does "
@@ -538,7 +545,8 @@ class GradientSynchronizer:
                 "this rank has joined and gets the state of the others; call grow in place of load_state_dict"
             )
         states = listed_states(state)
-        check_on_all(self.communicator._gather_texts, lambda: self._check_states(states))
+        gather = partial(self.communicator._gather_texts, about="load_state_dict")
+        check_on_all(gather, lambda: self._check_states(states))
         state = states[0]
         same = self._identity()
         if state["format"] == EARLIER:
@@ -640,7 +648,7 @@ class GradientSynchronizer:
     def _agree(self, mine: str) -> None:
         """Compare shapes, buckets and settings with all ranks; ``mine`` describes them."""
         layout = self._identity()["layout"]
-        texts = self.communicator._gather_texts(f"{layout} {mine}")
+        texts = self.communicator._gather_texts(f"{layout} {mine}", "settings")
         for rank, one in enumerate(texts):
             if one != texts[0]:
                 theirs, first = (text.partition(" ")[2] for text in (one, texts[0]))
@@ -753,7 +761,8 @@ class GradientSynchronizer:
             self._exchange.give_up()
 
     def _average(self, parameters: Any) -> None:
-        listed = self._by_parameter(parameters)
+        with self._refuse_on_error("finish"):
+            listed = self._by_parameter(parameters)
         if self._outer is not None:
             self._outer.align(self._averager.due, self._outer.named(listed))
         else:

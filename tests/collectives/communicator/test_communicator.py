@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +15,15 @@ import topoplan
 from collectives import Communicator
 from collectives.backends.backend import TraceEvent
 from collectives.backends.plan_and_chunk_store import PlanStore
+from collectives.backends.shared.shared_backend import SharedBackend
+from collectives.communicator import block_sums
 from collectives.communicator.handle import CallQueue
+from collectives.sparse import sparse_collective
+from collectives.tables.numpy_arrays import NumpyArrays
 from tests.support.hand_plans import SHAPES, forest_plan
 from tests.support.job_meeting import in_shared_memory
 from tests.support.tcp_jobs import call, in_threads
-from topoplan.errors import PlanError, RefusedError, UsageError
+from topoplan.errors import BackendError, PlanError, RefusedError, UsageError
 from topoplan.plans.plan import COLLECTIVES, SizeRange
 from topoplan.plans.size_plans import SizePlans
 
@@ -355,3 +360,95 @@ def test_an_argument_of_another_type_on_one_rank_is_refused_by_all(
     zero, one = in_shared_memory(forest_plan(2, "allreduce", "star"), work, timeout=10)
     assert all("rank 1" in text and "\n" not in text for text in zero)
     assert len(one) == len(zero) >= len(ODD) - 1
+
+
+def lacks(what: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Let a function fail for want of memory in this thread alone, while it is told so."""
+    real, lacking = getattr(what, name), set[int]()
+
+    def tried(*given: Any, **options: Any) -> Any:
+        if threading.get_ident() in lacking:
+            raise MemoryError("no memory")
+        return real(*given, **options)
+
+    monkeypatch.setattr(what, name, tried)
+    return lambda now: (lacking.add if now else lacking.discard)(threading.get_ident())
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "shrink"])
+@pytest.mark.parametrize("method", ["all_reduce", "sparse_all_reduce", "prepare"])
+def test_a_rank_without_memory_for_its_result_lets_all_refuse(
+    method: str, on_failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next call would meet the present one of the others, and sums would be of two calls."""
+    allocated: dict[str, tuple[Any, str]] = {
+        "all_reduce": (NumpyArrays, "empty"),
+        "prepare": (SharedBackend, "empty"),
+        "sparse_all_reduce": (sparse_collective, "select_entries"),
+    }
+    lack = lacks(*allocated[method], monkeypatch)
+
+    def work(comm: Communicator, rank: int) -> list[float]:
+        def call(value: float) -> float:
+            array = np.full(64, value, np.float32)
+            if method == "prepare":
+                return float(comm.prepare("all_reduce", array)()[0])
+            if method == "sparse_all_reduce":
+                return float(comm.sparse_all_reduce(array, density=0.5, exchange="pairs")[0])
+            return float(comm.all_reduce(array)[0])
+
+        found = [call(1)]
+        for step in range(1, 5):
+            lack(rank == 1 and step % 2 == 1)
+            if step % 2:
+                with pytest.raises(
+                    RefusedError, match=r"rank 1 refused the collective: MemoryError: no memory"
+                ):
+                    call(10**step)
+            lack(False)
+            found.append(call(10**step) if method != "sparse_all_reduce" else comm.all_reduce(np.ones(4))[0])
+        return found
+
+    right = [2.0] * 5 if method == "sparse_all_reduce" else [2.0 * 10**step for step in range(5)]
+    plan = forest_plan(2, "allreduce", "star")
+    assert in_shared_memory(plan, work, timeout=20, on_failure=on_failure) == [right, right]
+
+
+def test_a_rank_that_fails_between_two_transfers_of_a_collective_ends_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lack = lacks(block_sums, "_message", monkeypatch)
+
+    def work(comm: Communicator, rank: int) -> str:
+        lack(rank == 1)
+        with pytest.raises((BackendError, MemoryError)):
+            comm.all_reduce_blocks(np.ones((1, 4), np.float32), [0], 4)
+        lack(False)
+        with pytest.raises(BackendError) as seen:
+            comm.all_reduce(np.ones(4))
+        return str(seen.value)
+
+    zero, one = in_shared_memory(forest_plan(2, "allreduce", "star"), work, timeout=20)
+    assert "make a new one" in zero
+    assert "rank 1 failed within a collective: MemoryError: no memory" in one
+
+
+def test_ranks_that_prepare_or_split_otherwise_stay_in_step() -> None:
+    machine = topoplan.load("dgx-1v")
+    mesh = topoplan.plan_mesh(machine, {"x": 2, "y": 2}, gpus=[0, 1, 2, 3])
+
+    def work(comm: Communicator, rank: int) -> list[float]:
+        array = np.ones(4)
+        with pytest.raises(RefusedError, match="rank 1 refused"):
+            comm.prepare("all_reduce", "x" if rank == 1 else array)
+        found = [float(comm.prepare("all_reduce", array)()[0])]
+        odd: Any
+        for odd in ("z", None):
+            with pytest.raises(RefusedError, match="rank 1 refused"):
+                comm.split(mesh, odd if rank == 1 else "x")
+        with pytest.raises(RefusedError, match=r"'split' instead of 'report'|'report' instead of 'split'"):
+            comm.split(mesh, "x") if rank else comm.report()
+        return [*found, float(comm.all_reduce(10 * array)[0])]
+
+    plan = topoplan.plan(machine, "allreduce", gpus=[0, 1, 2, 3])
+    assert in_shared_memory(plan, work, timeout=20) == [[4.0, 40.0]] * 4

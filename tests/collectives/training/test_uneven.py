@@ -12,9 +12,10 @@ from collectives import GradientSynchronizer
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.training.buckets import DataPresence
 from collectives.training.exchange_settings import TopK
+from collectives.training.modes import LocalSGD
 from tests.support.hand_plans import forest_plan
 from tests.support.tcp_jobs import backends_in_threads
-from topoplan.errors import BackendError, UsageError
+from topoplan.errors import BackendError, RefusedError, UsageError
 
 RANKS = 4
 BATCHES = (2, 5, 0, 3)
@@ -155,3 +156,49 @@ def test_an_error_inside_join_reaches_all_ranks() -> None:
     for heard in (first, third):
         assert "inside join: ValueError: no such picture" in heard
         assert "rank 1 refused the collective: " in heard
+
+
+def test_an_error_of_a_rank_without_data_reaches_all_ranks_and_they_stay_in_step() -> None:
+    def body(backend: TcpBackend, rank: int) -> list[str]:
+        used = [0]
+
+        def use(averages: object) -> None:
+            used[0] += 1
+            if rank == 1 and used[0] == 3:
+                raise ValueError("no such picture")
+
+        with GradientSynchronizer(
+            [np.zeros(3)], forest_plan(2, "allreduce", "chain"), backend=backend
+        ) as own:
+            try:
+                with own.join(use=use):
+                    for _ in range(2 if rank else 5):
+                        use(own.step([np.ones(3)]))
+            except (ValueError, BackendError) as error:
+                told = str(error)
+            return [told, *(str(own.step([np.full(3, 10.0**step)])[0][0]) for step in range(3))]
+
+    first, second = backends_in_threads(2, body)
+    assert "inside join: ValueError: no such picture" in first[0]
+    assert second[0] == "no such picture"
+    assert first[1:] == second[1:] == ["1.0", "10.0", "100.0"]
+
+
+def test_parameters_that_do_not_fit_on_one_rank_are_refused_by_all() -> None:
+    """Else its next average would be of other steps than those of the others."""
+
+    def body(backend: TcpBackend, rank: int) -> list[float]:
+        weights, found = [np.zeros(3)], []
+        plan = forest_plan(2, "allreduce", "chain")
+        with GradientSynchronizer(weights, plan, backend=backend, sync=LocalSGD(1)) as own:
+            for step in range(4):
+                own.step([np.ones(3)])
+                weights[0][:] = 10.0**step * (rank + 1)
+                if step in (1, 3):
+                    with pytest.raises(RefusedError, match="rank 1 refused the collective"):
+                        (own.after_step if step == 1 else own.finish)([] if rank else weights)
+                own.after_step(weights)
+                found.append(float(weights[0][0]))
+        return found
+
+    assert backends_in_threads(2, body) == [[1.5, 15.0, 150.0, 1500.0]] * 2
