@@ -120,7 +120,7 @@ def slowest_cut(fabric: Fabric, demand: DemandMatrix) -> tuple[Fraction, Cut]:
             if label[src] != label[dst]:
                 for place, end in enumerate((label[src], label[dst])):
                     links[place][end] = links[place].get(end, 0) + width
-        names = sorted(set(label[: fabric.size]))
+        names = list(dict.fromkeys(label[: fabric.size]))
         number = {name: at for at, name in enumerate(names)}
         group = np.array([number[name] for name in label[: fabric.size]])
         moved = np.nonzero((amounts > 0) & (group[:, None] != group))
@@ -144,6 +144,7 @@ class FlowGraph:
     def __init__(self, fabric: Fabric) -> None:
         graph = fabric.route_graph
         self.size, self.states = fabric.size, len(graph.nodes)
+        self.nodes = graph.nodes
         ends, links = np.array(graph.ends, dtype=np.int64), np.array(graph.links, dtype=np.int64)
         kept = ~((ends >= fabric.size) & (ends < len(fabric.vertices))).any(axis=1)
         ends, links = ends[kept], links[kept]
