@@ -337,7 +337,8 @@ class Fabric:
 
     def channel_of(self, path: Sequence[int]) -> str:
         """Return the channel name of an edge that crosses these links."""
-        crossed = {self.links[number].channel for number in path}
+        links = self.links
+        crossed = {links[number].channel for number in path}
         for channel in ("nvlink", "pcie"):
             if crossed.issubset(CHANNEL_LINKS[channel]):
                 return channel

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from math import lcm
 from typing import Any
 
@@ -153,6 +154,8 @@ class FlowGraph:
         self.heads = np.array([*(head for _, head in fabric.ends), -1], dtype=np.int64)
         self._link = np.full((self.states, self.states), self.none, dtype=np.int32)
         self._link[ends[:, 0], ends[:, 1]] = links
+        self.between = dict(zip(map(tuple, ends.tolist()), links.tolist(), strict=True))
+        self._graphs: list[Any] = [None, None]  # of scipy, whose lengths change
         self._ways = [self._by_tail(ends[:, place], ends[:, 1 - place], links) for place in (0, 1)]
 
     def _by_tail(self, tails: Whole, heads: Whole, links: Whole) -> tuple[Whole, Whole, Whole]:
@@ -170,7 +173,10 @@ class FlowGraph:
         from scipy.sparse.csgraph import dijkstra
 
         links, heads, begins = self._ways[backwards]
-        graph: Any = csr_array((lengths[links], heads, begins), shape=(self.states, self.states))
+        if self._graphs[backwards] is None:
+            self._graphs[backwards] = csr_array((lengths[links], heads, begins), (self.states, self.states))
+        graph = self._graphs[backwards]
+        graph.data = lengths[links]
         found: NDArray[np.int32] = dijkstra(graph, indices=roots, return_predecessors=True)[1]
         return found
 
@@ -240,11 +246,10 @@ class PieceRouter:
 
     def _put(self, pieces: Whole, states: Whole) -> None:
         """Put pieces on paths; the loads are the caller's."""
-        width = self.states.shape[1]
-        if states.shape[1] > width:
-            self.states = np.pad(self.states, ((0, 0), (0, states.shape[1] - width)), "edge")
+        if states.shape[1] > self.states.shape[1]:
+            self.states = _widened(self.states, states.shape[1])
             self.links = self.graph.links(self.states)
-        rows = np.pad(states, ((0, 0), (0, self.states.shape[1] - states.shape[1])), "edge")
+        rows = _widened(states, self.states.shape[1])
         self.states[pieces] = rows
         self.links[pieces] = self.graph.links(rows)
 
@@ -297,43 +302,50 @@ class PieceRouter:
         members = members[np.lexsort((members, -self.amount[members]))]
         lengths = _lengths(self.load / np.maximum(self.load + room, 1), graph.capacity)
         found = graph.trees(np.where(room > 0, lengths, np.inf), np.array([root]), backwards=backwards)
-        tree = found[0].tolist()
-        moved = False
+        tree, free = found[0].tolist(), room.tolist()
+        moved, parts = False, []
         for piece in members.tolist():
-            if room[full] >= 0:
+            if free[full] >= 0:
                 break
             states, before = self.states[piece].tolist(), self.links[piece].tolist()
             at, amount = before.index(full), int(self.amount[piece])
             known, last = (states, at) if backwards else (states[::-1], len(states) - 2 - at)
             part = 0
             for path in _rejoined(tree, root, known, last):
-                row = np.array(path if backwards else path[::-1])
-                after = graph.links(row).tolist()
+                row = path if backwards else path[::-1]
+                after = [graph.between[ends] for ends in pairwise(row)]
                 fresh = [link for link in after if link not in before]
-                part = min(amount, int(-room[full]), *room[fresh].tolist())
+                part = min(amount, -free[full], *[free[link] for link in fresh])
                 if part > 0:
                     break
             if part <= 0:
                 continue
-            gone = [link for link in before if link != graph.none and link not in after]
-            for links, change in ((gone, -part), (fresh, part)):
+            gone = {link for link in before if link != graph.none and link not in after}
+            for links, change in ((sorted(gone), -part), (sorted(set(fresh)), part)):
                 self.load[links] += change
-                room[links] -= change
-            self._put(np.array([self._part(piece, part)]), row[None, :])
+                for link in links:
+                    free[link] -= change
+            if part == amount:
+                self._put(np.array([piece]), np.array([row]))
+            else:
+                self.amount[piece] -= part
+                parts.append((piece, part, np.array(row)))
             moved = True
+        if parts:
+            self._add(parts)
         return moved
 
-    def _part(self, piece: int, amount: int) -> int:
-        """Return the number of a piece of this amount: the piece, or a new one that is cut off."""
-        if amount == self.amount[piece]:
-            return piece
-        self.amount[piece] -= amount
-        self.amount = np.append(self.amount, amount)
-        self.source = np.append(self.source, self.source[piece])
-        self.destination = np.append(self.destination, self.destination[piece])
-        self.states = np.concatenate([self.states, self.states[piece : piece + 1]])
-        self.links = np.concatenate([self.links, self.links[piece : piece + 1]])
-        return len(self.amount) - 1
+    def _add(self, parts: Sequence[tuple[int, int, Whole]]) -> None:
+        """Add pieces that were cut off others: from which, how much, and the states of the new path."""
+        of = np.array([piece for piece, _, _ in parts])
+        count = len(self.amount)
+        self.amount = np.append(self.amount, [amount for _, amount, _ in parts])
+        self.source = np.append(self.source, self.source[of])
+        self.destination = np.append(self.destination, self.destination[of])
+        self.states = np.concatenate([self.states, self.states[of]])
+        self.links = np.concatenate([self.links, self.links[of]])
+        for number, (_, _, row) in enumerate(parts):
+            self._put(np.array([count + number]), row[None, :])
 
     def crossed(self, pieces: Whole | slice = slice(None)) -> Whole:
         """Return the sum of the pieces that cross each link, of all or of some."""
@@ -363,6 +375,14 @@ class PieceRouter:
         columns = (rows[:, 1], nodes, lengths, amount, parts)
         for source, path, length, one, of in zip(*(each[order].tolist() for each in columns), strict=True):
             yield (source, *path[:length]), every if one == of else Fraction(one, of)
+
+
+def _widened(states: Whole, width: int) -> Whole:
+    """Return rows of states of some width, in which the last state is repeated."""
+    rows = np.empty((len(states), width), dtype=np.int64)
+    rows[:, : states.shape[1]] = states
+    rows[:, states.shape[1] :] = states[:, -1:]
+    return rows
 
 
 def _rejoined(tree: Sequence[int], root: int, states: Sequence[int], last: int) -> Iterator[list[int]]:

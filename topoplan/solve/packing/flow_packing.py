@@ -144,15 +144,17 @@ def path_shards(
     buffers differ, so that all shards add up to the number of ranks.
     """
     whole, size = sum(map(sum, demand)), fabric.size
-    return tuple(
-        [
-            Shard(
-                Fraction(part.numerator * demand[path[0]][path[-1]] * size, part.denominator * whole),
-                (path_stage(fabric, path),),
-            )
-            for path, part in paths
-        ]
-    )
+    shares: dict[tuple[int, int], Fraction] = {}  # many blocks are equally long
+    found = []
+    for path, part in paths:
+        amount = demand[path[0]][path[-1]]
+        share = shares.get((amount, part.denominator)) if part.numerator == 1 else None
+        if share is None:
+            share = Fraction(part.numerator * amount * size, part.denominator * whole)
+            if part.numerator == 1:
+                shares[amount, part.denominator] = share
+        found.append(Shard(share, (path_stage(fabric, path),)))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
