@@ -196,9 +196,8 @@ def _crossings(key: PlanKey) -> BlockCrossings:
     else:
         shares = [*rank_shares(key).items()]
     unit = lcm(*(part.denominator for _, parts in shares for part in parts))
-    every = [
-        stage_links(shard.stages[0], fabric) for shard in key.plan.shards
-    ]  # those of a block are neighbours
+    # shards of a block follow one another, as its shares do
+    every = [stage_links(shard.stages[0], fabric) for shard in key.plan.shards]
     links = np.array([link for crossed in every for link in crossed], dtype=np.int64)
     widths = sorted(set(fabric.capacity))
     rank_of = {width: place for place, width in enumerate(widths)}

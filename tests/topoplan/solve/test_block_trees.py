@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from unittest import mock
@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
+from tests.support.demands import time_of_blocks
 from tests.support.small_fabrics import direct_machines, rate_by_flows, switched_machines
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
-from topoplan.plans.loads import forest_rate, stage_links
+from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan
 from topoplan.solve.packing import block_trees
 from topoplan.solve.packing.block_trees import (
@@ -32,26 +33,18 @@ from topoplan.solve.packing.block_trees import (
 COLLECTIVES = ("allgather", "reduce_scatter")
 
 
-def time_of(plan: Plan, blocks: Sequence[int]) -> Fraction:
-    """Return the time in which the trees of a plan move these blocks: units of ``blocks`` per GB/s."""
-    fabric = Fabric(plan.topology, plan.channels)
-    loads = [Fraction(0)] * len(fabric.capacity)
-    for shard in plan.shards:
-        amount = shard.share * len(blocks) * blocks[shard.stages[0].root]
-        for link in stage_links(shard.stages[0], fabric):
-            loads[link] += amount
-    return max(load / width for load, width in zip(loads, fabric.capacity, strict=True))
-
-
 def check_optimal(small: Topology, collective: str, blocks: tuple[int, ...]) -> None:
     """Compare a plan with the linear program over flows, the bound of cuts and the plan of equal blocks."""
     even = topoplan.plan(small, collective)
     made = plan_blocks(even, blocks)
     topoplan.verify(made)
-    time, optimum = time_of(made, blocks), sum(blocks) / rate_by_flows(small, collective, blocks=blocks)
+    time, optimum = (
+        time_of_blocks(made, blocks),
+        sum(blocks) / rate_by_flows(small, collective, blocks=blocks),
+    )
     assert float(time) == pytest.approx(optimum, rel=1e-6)
     assert least_time(Fabric(made.topology, made.channels), collective, blocks) <= time
-    assert time <= time_of(even, blocks)
+    assert time <= time_of_blocks(even, blocks)
     assert made.digest == plan_blocks(even, blocks).digest
 
 
@@ -98,9 +91,9 @@ def test_one_rank_with_ten_times_the_rows(name: str, collective: str, optimum: s
     size = len(even.ranks)
     blocks = (10, *(1,) * (size - 1))
     made = plan_blocks(even, blocks)
-    found = time_of(made, blocks)
+    found = time_of_blocks(made, blocks)
     assert found == Fraction(optimum)
-    assert 1.6 < time_of(even, blocks) / found < 4.4
+    assert 1.6 < time_of_blocks(even, blocks) / found < 4.4
     assert made.height <= 3
     assert made.num_trees <= 4 * size
 
@@ -111,8 +104,8 @@ def test_two_servers_of_four() -> None:
     blocks = (10, *(1,) * 7)
     made = plan_blocks(even, blocks)
     optimum = sum(blocks) / rate_by_flows(even.topology, "allgather", blocks=blocks)
-    assert float(time_of(made, blocks)) == pytest.approx(optimum, rel=1e-6)
-    assert time_of(even, blocks) > 2 * time_of(made, blocks)
+    assert float(time_of_blocks(made, blocks)) == pytest.approx(optimum, rel=1e-6)
+    assert time_of_blocks(even, blocks) > 2 * time_of_blocks(made, blocks)
 
 
 def test_equal_blocks_have_the_rate_of_the_planner() -> None:
@@ -128,7 +121,9 @@ def test_random_blocks_of_a_server_fill_its_slowest_cut() -> None:
     for _ in range(4):
         blocks = tuple(generator.integers(0, 65, 8).tolist())
         fabric = Fabric(even.topology, even.channels)
-        assert time_of(plan_blocks(even, blocks), blocks) == least_time(fabric, even.collective, blocks)
+        assert time_of_blocks(plan_blocks(even, blocks), blocks) == least_time(
+            fabric, even.collective, blocks
+        )
 
 
 def test_nvlink_beside_pcie_keeps_its_division() -> None:
@@ -158,8 +153,8 @@ def check_near_cut(even: Plan, blocks: tuple[int, ...], most: Fraction, height: 
     report = topoplan.verify(made)
     assert report.height <= max(height, even.height if 0 in blocks else 0)
     least = least_time(Fabric(even.topology, even.channels), even.collective, blocks)
-    assert least <= time_of(made, blocks) <= most * least
-    assert most * least < time_of(even, blocks)
+    assert least <= time_of_blocks(made, blocks) <= most * least
+    assert most * least < time_of_blocks(even, blocks)
     assert made.digest == plan_blocks(even, blocks).digest
 
 
@@ -194,6 +189,19 @@ def test_servers_behind_one_network_take_the_time_of_the_cut_or_nearly(
     check_near_cut(even, blocks(8 * count), most)
 
 
+def test_servers_of_one_gpu_are_bound_by_their_nics() -> None:
+    """Of six servers, each with two NICs of 25 GB/s: the cut around a server is slower than that around its GPU."""
+    server = topoplan.Server(topoplan.load("dgx-h100"), [0], count=6)
+    machine = topoplan.cluster([server], nics=2, nic_gbps=200, nic_access="direct")
+    for collective in COLLECTIVES:
+        even = topoplan.plan(machine, collective)
+        fabric = Fabric(even.topology, even.channels)
+        assert least_time(fabric, collective, one_long(6)) == Fraction(14, 50)
+        made = plan_blocks(even, one_long(6))
+        topoplan.verify(made)
+        assert time_of_blocks(made, one_long(6)) >= Fraction(14, 50)
+
+
 def test_ranks_without_a_switch_keep_the_trees_of_equal_blocks_beyond_the_program() -> None:
     """No trees over hubs reach the cut of a torus; nor do they among servers with different numbers of GPUs."""
     uneven = topoplan.cluster(
@@ -223,7 +231,7 @@ def test_trees_over_hubs_are_optimal_or_not_returned(
         made = replace(even, shards=tuple(shards))
         made = replace(made, rate=float(forest_rate(made.shards, fabric) or 0))
         topoplan.verify(made)
-        assert time_of(made, blocks[:size]) == least
+        assert time_of_blocks(made, blocks[:size]) == least
         optimum = sum(blocks[:size]) / rate_by_flows(small, collective, blocks=blocks[:size])
         assert float(least) == pytest.approx(optimum, rel=1e-6)
 

@@ -109,7 +109,7 @@ def plan_blocks(even: Plan, blocks: Sequence[int]) -> Plan:
     fabric = Fabric(even.topology, even.channels)
     least = least_time(fabric, even.collective, blocks)
     made: Sequence[Shard] | None = None
-    if not has_exact_tables(fabric):
+    if not has_exact_tables(fabric) and not fabric.direct:
         nearly = NEARLY_LEAST if fabric.size > MOST_PACKED else ()
         made = _by_hubs(fabric, even.collective, blocks, (least, *(least * part for part in nearly)))
     if made is None and fabric.size > MOST_PACKED:
@@ -147,7 +147,7 @@ def _by_hubs(
     fabric: Fabric, collective: str, blocks: Sequence[int], times: Sequence[Fraction]
 ) -> Sequence[Shard] | None:
     """Return the shards of trees over hubs that take at most the first of some times that suffices; None if none do."""
-    servers = _by_server(fabric)
+    servers = _grouped(_servers(fabric), fabric.size)
     groups = [servers] if len(servers) == 1 else [servers, [list(range(fabric.size))]]
     known = [
         HubTrees(fabric, collective, blocks, one) for one in groups if len({len(ranks) for ranks in one}) == 1
@@ -170,41 +170,40 @@ def least_time(fabric: Fabric, collective: str, blocks: Sequence[int]) -> Fracti
     [Fraction(8, 75), Fraction(8, 75)]
     """
     whole, least = sum(blocks), Fraction(0)
-    for groups in (_by_server(fabric), [[rank] for rank in range(fabric.size)]):
+    of_ranks = [name if node < fabric.size else "" for node, name in enumerate(fabric.nodes)]
+    for label in (of_ranks, _servers(fabric)):
+        groups = _grouped(label, fabric.size)
         if len(groups) < 2:
             continue
-        for ranks, (out, back) in zip(groups, _widths(fabric, collective, groups), strict=True):
+        for ranks, (out, back) in zip(groups, _widths(fabric, collective, label), strict=True):
             own = sum(blocks[rank] for rank in ranks)
             least = max(least, own / out, (whole - own) / back)
     return least
 
 
-def _by_server(fabric: Fabric) -> list[list[int]]:
-    """Return the ranks of each server."""
+def _servers(fabric: Fabric) -> list[str]:
+    """Return the server of each node."""
     server_of = {device.name: device.server for device in fabric.topology.devices}
+    return [server_of[name] for name in fabric.nodes]
+
+
+def _grouped(label: Sequence[str], size: int) -> list[list[int]]:
+    """Return the ranks of each label, in the order of their first ones."""
     groups: dict[str, list[int]] = {}
-    for rank, name in enumerate(fabric.ranks):
-        groups.setdefault(server_of[name], []).append(rank)
+    for rank in range(size):
+        groups.setdefault(label[rank], []).append(rank)
     return [*groups.values()]
 
 
-def _widths(
-    fabric: Fabric, collective: str, groups: Sequence[Sequence[int]]
-) -> list[tuple[Fraction, Fraction]]:
-    """Return the GB/s from each group of ranks to the rest and back, as blocks of an allgather pass; else reversed."""
-    server_of = {device.name: device.server for device in fabric.topology.devices}
-    alone = len(groups) == fabric.size
-    label: list[object] = [
-        (node if node < fabric.size else "") if alone else server_of[name]
-        for node, name in enumerate(fabric.nodes)
-    ]
+def _widths(fabric: Fabric, collective: str, label: Sequence[str]) -> list[tuple[Fraction, Fraction]]:
+    """Return the GB/s from each label of ranks and back, in the direction of the blocks of an allgather."""
     leaving, entering = dict.fromkeys(label, Fraction(0)), dict.fromkeys(label, Fraction(0))
     for (source, destination), width in zip(fabric.ends, fabric.capacity, strict=True):
         if label[source] != label[destination]:
             leaving[label[source]] += width
             entering[label[destination]] += width
     out, back = (leaving, entering) if collective == "allgather" else (entering, leaving)
-    return [(out[label[ranks[0]]], back[label[ranks[0]]]) for ranks in groups]
+    return [(out[name], back[name]) for name in dict.fromkeys(label[: fabric.size])]
 
 
 class HubTree(NamedTuple):
@@ -232,7 +231,8 @@ class HubTrees:
     time in which the emptiest server is filled. On one switch the same holds for ranks. Loads are added up and compared
     with T, so no plan depends on these sums.
 
-    ``collective`` is allgather or reduce_scatter, whose trees lead the other way.
+    ``collective`` is allgather or reduce_scatter, whose trees lead the other way. ``groups`` are the ranks of each
+    server, equally many, or all ranks as one group.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class HubTrees:
         owned = [Fraction(sum(self.blocks[rank] for rank in ranks)) for ranks in groups]
         entered: list[list[tuple[int, Fraction]]] = [[(place, own)] for place, own in enumerate(owned)]
         if count > 2:
-            widths = [out for out, _ in _widths(self.fabric, self.collective, groups)]
+            widths = [out for out, _ in _widths(self.fabric, self.collective, _servers(self.fabric))]
             room = [(time * out - own) / (count - 2) for out, own in zip(widths, owned, strict=True)]
             emptiest = sorted(range(count), key=lambda place: (owned[place], place))
             spread = _poured(Fraction(sum(self.blocks)), [room[place] for place in emptiest])
