@@ -13,11 +13,15 @@ of 64 of the longest. Nothing else enters that choice, so the same counts add up
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import sha256
 from math import gcd, lcm
+
+import numpy as np
+from numpy.typing import NDArray
 
 from collectives.backends.request import Counts
 from collectives.tables.lowering import PlanKey, block_shares, rank_shares
@@ -32,20 +36,23 @@ from topoplan.solve.packing.block_trees import can_plan_blocks, least_time
 SERVED_WITHIN = Fraction(9, 8)
 """The most of the least possible time that counts may take by the plan of other ones."""
 
-MOST_PLANNED = 32
-"""The most ranks for which demands of an all-to-all are planned: with more it takes seconds."""
+MOST_PLANNED = 64
+"""The most ranks that share switches for which demands of an all-to-all are planned: 0.2 s on eight servers."""
 
-MOST_GATHERED = 16
-"""The most ranks for which trees are packed for their blocks: 1.6 s on two servers, 13 to 19 s with 32."""
+MOST_EXACT = 32
+"""The most ranks for which the plan of a demand is an optimum; above, it may stay a twentieth below its bound.
+
+On links between ranks alone (a torus) it is also the most for which demands are planned: 64 take up to 3 s there.
+"""
+
+MOST_GATHERED = 64
+"""The most ranks for which trees are packed for their blocks: 0.1 s on eight servers, up to 2 s with 16 on two."""
 
 WORTH_PLANNING = Fraction(1, 50_000)
 """Seconds that trees for the blocks must save: about the starts of the edges by which they may be higher."""
 
 STEPS = 8
 """Parts of the longest block to which the others are rounded."""
-
-Block = tuple[int, int] | int
-"""Destination and source of a block in an all-to-all, else its owner."""
 
 
 @lru_cache(maxsize=64)
@@ -91,10 +98,16 @@ def _rounded(count: int, longest: int) -> int:
     )
 
 
+def demand_method(ranks: int) -> str:
+    """Return the planner's method for demands among so many ranks."""
+    return "exact" if ranks <= MOST_EXACT else "mwu"
+
+
 def serving_plan(known: Sequence[PlanKey], rows: Counts) -> Plan | None:
     """Return the known plan by which some rows take the least time, if that is close to the least possible one.
 
-    Among more than `MOST_PLANNED` ranks it is returned in any case, if it has all paths. The first of equals is taken.
+    If demands among so many ranks are not planned, it is returned in any case, if it has all paths. The first of
+    equals is taken.
 
     >>> import topoplan
     >>> plan = topoplan.plan("v100x4", "alltoall")
@@ -102,14 +115,18 @@ def serving_plan(known: Sequence[PlanKey], rows: Counts) -> Plan | None:
     >>> [serving_plan([PlanKey(plan.digest, plan)], rows) is plan for rows in (near, far)]
     [True, False]
     """
-    moved = tuple(tuple(count * (r != s) for s, count in enumerate(row)) for r, row in enumerate(rows))
-    blocks: dict[Block, int] = {(s, r): count for r, row in enumerate(moved) for s, count in enumerate(row)}
-    times = [(_time_by(key, blocks), number) for number, key in enumerate(known) if has_paths(key, rows)]
+    moved = np.array(rows, dtype=np.int64)
+    np.fill_diagonal(moved, 0)
+    blocks = moved.T.ravel()
+    times = [
+        (_crossings(key).time(blocks), number) for number, key in enumerate(known) if has_paths(key, rows)
+    ]
     if not times:
         return None
     time, number = min(times)
-    if len(rows) <= MOST_PLANNED:
-        bounds = (_least_time(key, moved) for key in known)
+    if len(rows) <= (MOST_EXACT if _fabric(known[0]).direct else MOST_PLANNED):
+        demand = tuple(map(tuple, moved.tolist()))
+        bounds = (_least_time(key, demand) for key in known)
         if all(time > bound * SERVED_WITHIN for bound in bounds):
             return None
     return known[number].plan
@@ -128,7 +145,7 @@ def is_worth_planning(even: PlanKey, blocks: Sequence[int], itemsize: int) -> bo
     """
     if len(blocks) > MOST_GATHERED or not can_plan_blocks(even.plan):
         return False
-    time = _time_by(even, dict(enumerate(blocks)))
+    time = _crossings(even).time(np.array(blocks, dtype=np.int64))
     least = least_time(_fabric(even), even.plan.collective, blocks)
     return time > least * SERVED_WITHIN and (time - least) * itemsize > WORTH_PLANNING * 10**9
 
@@ -138,47 +155,87 @@ def _fabric(key: PlanKey) -> Fabric:
     return Fabric(key.plan.topology, key.plan.channels)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockCrossings:
+    """Which parts of which blocks cross the links of a plan, for the time of other blocks by its paths or trees.
+
+    ``block`` is the number of the block of each path or tree, and ``parts`` its part of it, in units of 1 / ``unit``.
+    ``carrier`` has the path or tree of each crossing, in the order of the links; those of a link begin at one of
+    ``begins``, and links of one capacity, of ``capacities``, at one of ``classes``.
+    """
+
+    unit: int
+    block: NDArray[np.int64]
+    parts: NDArray[np.object_]
+    carrier: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    classes: NDArray[np.int64]
+    capacities: tuple[Fraction, ...]
+
+    def time(self, moved: NDArray[np.int64]) -> Fraction:
+        """Return the time of blocks of these lengths, by their number; in ns if they are counted in bytes."""
+        if not len(self.carrier):
+            return Fraction(0)
+        most = max(self.parts) * int(moved.max()) * len(self.carrier)
+        kind = np.dtype(np.int64 if most < 1 << 63 else np.object_)
+        amounts = self.parts.astype(kind) * moved.astype(kind)[self.block]
+        loads = np.add.reduceat(amounts[self.carrier], self.begins)
+        fullest = np.maximum.reduceat(loads, self.classes).tolist()
+        return max(
+            Fraction(load) / (self.unit * width) for load, width in zip(fullest, self.capacities, strict=True)
+        )
+
+
 @lru_cache(maxsize=64)
-def _crossings(
-    key: PlanKey,
-) -> tuple[int, list[tuple[Block, int, list[int]]], list[Fraction]]:
-    """Return the paths or trees of a plan, as block, parts of it and links; their unit; and capacities."""
-    fabric, trees = _fabric(key), key.plan.collective != ALL_TO_ALL
-    shares: list[tuple[Block, tuple[Fraction, ...]]] = (
-        [*rank_shares(key).items()] if trees else [*block_shares(key).items()]
-    )
-    shards = iter(key.plan.shards)
+def _crossings(key: PlanKey) -> BlockCrossings:
+    """Return the crossings of a plan; blocks of an all-to-all are numbered by destination, then by source."""
+    fabric, size = _fabric(key), len(key.plan.ranks)
+    shares: list[tuple[int, tuple[Fraction, ...]]]
+    if key.plan.collective == ALL_TO_ALL:
+        shares = [(end * size + source, parts) for (end, source), parts in block_shares(key).items()]
+    else:
+        shares = [*rank_shares(key).items()]
     unit = lcm(*(part.denominator for _, parts in shares for part in parts))
-    crossed = []
-    for block, parts in shares:
-        for part in parts:  # shards of a block follow one another
-            crossed.append((block, int(part * unit), list(stage_links(next(shards).stages[0], fabric))))
-    return unit, crossed, list(fabric.capacity)
+    # shards of a block follow one another, as its shares do
+    every = [stage_links(shard.stages[0], fabric) for shard in key.plan.shards]
+    links = np.array([link for crossed in every for link in crossed], dtype=np.int64)
+    widths = sorted(set(fabric.capacity))
+    rank_of = {width: place for place, width in enumerate(widths)}
+    of_link = np.array([rank_of[width] for width in fabric.capacity], dtype=np.int64)
+    order = np.lexsort((links, of_link[links]))
+    begins = np.flatnonzero(np.diff(links[order], prepend=-1))
+    used, classes = np.unique(of_link[links[order][begins]], return_index=True)
+    return BlockCrossings(
+        unit,
+        np.array([block for block, parts in shares for _ in parts], dtype=np.int64),
+        np.array(
+            [part.numerator * (unit // part.denominator) for _, parts in shares for part in parts],
+            dtype=np.object_,
+        ),
+        np.repeat(np.arange(len(every)), [len(crossed) for crossed in every])[order],
+        begins,
+        classes,
+        tuple(widths[place] for place in used.tolist()),
+    )
+
+
+@lru_cache(maxsize=64)
+def _without_path(key: PlanKey) -> NDArray[np.bool_]:
+    """Return which blocks have no path, from row to column."""
+    size = len(key.plan.ranks)
+    without = np.ones((size, size), dtype=np.bool_)
+    for destination, source in block_shares(key):
+        without[source, destination] = False
+    return without
 
 
 def has_paths(key: PlanKey, rows: Counts) -> bool:
     """Return whether a plan has a path for every block with rows, blocks that stay included."""
-    shares = block_shares(key)
-    return all((s, r) in shares for r, row in enumerate(rows) for s, count in enumerate(row) if count)
-
-
-def _time_by(key: PlanKey, moved: Mapping[Block, int]) -> Fraction:
-    """Return the time of blocks by the paths or trees of a plan, in ns if they are counted in bytes."""
-    unit, crossed, capacity = _crossings(key)
-    loads = [0] * len(capacity)
-    for block, parts, links in crossed:
-        amount = parts * moved[block]
-        if amount:
-            for link in links:
-                loads[link] += amount
-    fullest: dict[Fraction, int] = {}
-    for width, load in zip(capacity, loads, strict=True):
-        fullest[width] = max(load, fullest.get(width, 0))
-    return max(load / (unit * width) for width, load in fullest.items())
+    return not (np.array(rows, dtype=np.bool_) & _without_path(key)).any()
 
 
 def _least_time(key: PlanKey, moved: Counts) -> Fraction:
-    """Return a lower bound of `_time_by` for any plan, proved by the certificate of this one; 0 without one."""
+    """Return a lower bound of the time by any plan, proved by the certificate of this one; 0 without one."""
     certificate = key.plan.certificate
     lengths = certificate.certificate if isinstance(certificate, Demand) else certificate
     if not isinstance(lengths, OneFabric):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 from collectives.backends.demand_plans import (
+    demand_method,
     demand_of,
     demand_of_blocks,
     has_paths,
@@ -360,7 +361,10 @@ class PlanStore:
             served = serving_plan([self.key(plan) for plan in known], rows)
             if served is not None:
                 return served
-            plans = (made_by or plan_locally)(lambda: plan_like(self._given, ALL_TO_ALL, demand=demand))
+            method = demand_method(len(demand))
+            plans = (made_by or plan_locally)(
+                lambda: plan_like(self._given, ALL_TO_ALL, demand=demand, method=method)
+            )
             self.demands_planned += 1
         return _kept(self._of_demands, demand, plans)
 

@@ -284,7 +284,11 @@ def block_shares(key: PlanKey) -> dict[tuple[int, int], tuple[Fraction, ...]]:
         shares.setdefault((destination, source), []).append(shard.share)
     if list(shares) != sorted(shares):
         raise PlanError("the blocks of an all-to-all must be in the order of destinations, then of sources")
-    return {block: tuple(part / sum(parts) for part in parts) for block, parts in shares.items()}
+    alone = (Fraction(1),)
+    return {
+        block: alone if len(parts) == 1 else tuple(part / sum(parts) for part in parts)
+        for block, parts in shares.items()
+    }
 
 
 @lru_cache(maxsize=64)

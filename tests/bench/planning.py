@@ -1,6 +1,7 @@
 """How long planning takes: the command against its imports, all allocations, and our tree oracle against networkx's.
 
-``python -m tests.bench planning --demands GPUS`` plans uneven all-to-alls alone, up to so many GPUs.
+``python -m tests.bench planning --demands GPUS`` plans uneven all-to-alls alone, up to so many GPUs, and
+``--blocks GPUS`` gathers and reductions of uneven blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import networkx
 import topoplan
 from tests.bench.tables import Table
 from tests.bench.timing import medians, seconds_of
-from tests.support.demands import one_hot, uniform, zipf
+from tests.support.demands import one_hot, time_of_blocks, uniform, zipf
 from topoplan.cli.arguments import OneLineParser
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
@@ -27,6 +28,7 @@ from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.loads import stage_links
 from topoplan.plans.minimum_trees import cheapest_arborescence
 from topoplan.plans.shards import path_ends
+from topoplan.solve.packing.block_trees import least_time, plan_blocks
 from topoplan.solve.packing.exact import pack_exact
 from topoplan.solve.packing.multiplicative_weights import pack_mwu
 from topoplan.solve.packing.packing_program import Packing
@@ -47,7 +49,14 @@ def main(words: Sequence[str] = ()) -> None:
     parser.add_argument(
         "--demands", type=int, metavar="GPUS", help="plan uneven all-to-alls alone, up to so many"
     )
-    most = parser.parse_args(list(words)).demands
+    parser.add_argument(
+        "--blocks", type=int, metavar="GPUS", help="pack trees for uneven blocks alone, up to so many"
+    )
+    asked = parser.parse_args(list(words))
+    most = asked.demands
+    if asked.blocks is not None:
+        _blocks(asked.blocks)
+        return
     if most is None:
         _whole_command()
         _allocations()
@@ -81,6 +90,35 @@ def _demands(most: int) -> None:
                     table.row(
                         name, size, shape.__name__, method, *taken, plan.gap, plan.num_trees, kind, gain
                     )
+
+
+def _blocks(most: int) -> None:
+    """Pack trees for uneven blocks: their time and that of equal blocks' trees, over the slowest cut."""
+    print("\ntrees for uneven blocks, with imports loaded; times over that of the slowest cut")
+    table = Table(
+        "machine|<14", "GPUs|4", "collective|<14", "blocks|<8", "CPU ms|8.0f", "checked|8.0f", "packed|7.3f",
+        "equal|7.3f", "trees|6", "height|6",
+    )  # fmt: skip
+    for size in (size for size in (8, 16, 24, 32, 64) if size <= most):
+        for name, machine in _demand_machines(size):
+            for collective in ("allgather", "reduce_scatter"):
+                even = topoplan.plan(machine, collective)
+                for shape, blocks in (("one hot", (10, *(1,) * (size - 1))), ("drawn", _drawn_blocks(size))):
+                    plan_blocks(even, blocks)
+                    started = time.process_time()
+                    plan = plan_blocks(even, blocks)
+                    made = time.process_time()
+                    topoplan.verify(plan)
+                    checked = time.process_time()
+                    fabric = Fabric(even.topology, even.channels)
+                    least = least_time(fabric, collective, blocks)
+                    over = [float(time_of_blocks(one, blocks) / least) for one in (plan, even)]
+                    taken = (made - started) * 1e3, (checked - made) * 1e3
+                    table.row(name, size, collective, shape, *taken, *over, plan.num_trees, plan.height)
+
+
+def _drawn_blocks(size: int) -> tuple[int, ...]:
+    return tuple(1 + (7 * rank * rank + 3 * rank) % 61 for rank in range(size))
 
 
 def _demand_machines(size: int) -> list[tuple[str, Topology]]:

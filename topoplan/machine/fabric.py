@@ -97,7 +97,7 @@ class Fabric:
         """Device of each rank."""
         return self.topology.gpus
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
@@ -337,9 +337,10 @@ class Fabric:
 
     def channel_of(self, path: Sequence[int]) -> str:
         """Return the channel name of an edge that crosses these links."""
-        crossed = {self.links[number].channel for number in path}
+        links = self.links
+        crossed = {links[number].channel for number in path}
         for channel in ("nvlink", "pcie"):
-            if crossed <= set(CHANNEL_LINKS[channel]):
+            if crossed.issubset(CHANNEL_LINKS[channel]):
                 return channel
         return "network" if "network" in crossed else self.channels[0]
 

@@ -394,6 +394,7 @@ def plan_like(
     root: int | None = None,
     machine: Topology | None = None,
     demand: Matrix | None = None,
+    method: str = "exact",
 ) -> Plans:
     """Plan another collective on the machine and the channels of a plan, in the same way.
 
@@ -402,6 +403,7 @@ def plan_like(
     root: rank of the root of a broadcast or reduce.
     machine: the machine to plan for instead, such as a degraded one.
     demand: for an all-to-all, the bytes that row sends to column.
+    method: for an all-to-all, that of the planner.
 
     >>> import topoplan
     >>> dgx = topoplan.load("dgx-1v")
@@ -418,7 +420,7 @@ def plan_like(
     if collective == ALL_TO_ALL:
         # paths have no sizes and no orders of trees, and are not divided between channels
         split = "auto" if channels in CHANNEL_SPLITS else channels
-        return plan(topology, collective, channels=split, demand=demand)
+        return plan(topology, collective, channels=split, demand=demand, method=method)
     if isinstance(given, SizePlans):
         return plan_by_size(topology, collective, root=root, channels=channels)
     try:

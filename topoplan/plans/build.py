@@ -18,7 +18,7 @@ from topoplan.machine.fabric import Fabric, usable_fabric
 from topoplan.machine.half_duplex import split
 from topoplan.machine.topology import Topology, TopologyLike, as_topology
 from topoplan.plans.certificates.certificate import Certificate, Trivial
-from topoplan.plans.loads import forest_rate, initiator_notes
+from topoplan.plans.loads import forest_rate, initiator_notes, rate_of_loads
 from topoplan.plans.plan import COLLECTIVES, Plan, check_collective, root_rank
 from topoplan.plans.shards import ImageShards, Shard, Stage
 from topoplan.units import nearest_float
@@ -85,9 +85,13 @@ def build_plan(
     schedule: str,
     method: str,
     notes: Sequence[str] = (),
+    loads: Sequence[Fraction] | None = None,
 ) -> Plan:
-    """Return a Plan from shards and a certificate, with rate and bound recomputed from them."""
-    rate = forest_rate(shards, fabric)
+    """Return a Plan from shards and a certificate, with rate and bound recomputed from them.
+
+    ``loads`` are `link_loads` of the shards, if the caller has added up their routes.
+    """
+    rate = forest_rate(shards, fabric) if loads is None else rate_of_loads(loads, fabric)
     bound = math.inf
     if fabric.size > 1:
         bound = nearest_float(certificate.bound(fabric, collective, root))

@@ -20,9 +20,12 @@ _RATIONAL = re.compile(r"[+-]?[0-9]{1,1000}(?:/[0-9]{1,1000})?")
 """No exponents: ``1e999999999`` is short to write and too long to compute with."""
 
 
+_ONE_LINE = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+
+
 def compact(value: object) -> str:
     """Return JSON on one line, without escapes of characters."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
+    return _ONE_LINE.encode(value)
 
 
 def finite(value: float) -> float | None:

@@ -48,15 +48,15 @@ def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
             rank=edge.child,
         )
     devices = edge.route[::-1] if op == "reduce" else edge.route
-    crossed = []
-    for src, dst in pairwise(devices):
-        number = fabric.link_on.get((src, dst, edge.channel))
-        if number is None:
-            raise PlanError(
-                f"the route {'-'.join(edge.route)} crosses {src}->{dst}, which has no {edge.channel} link",
-                rank=edge.child,
-            )
-        crossed.append(number)
+    link_on, channel = fabric.link_on, edge.channel
+    try:
+        crossed = tuple([link_on[src, dst, channel] for src, dst in pairwise(devices)])
+    except KeyError as error:
+        src, dst, _ = error.args[0]
+        raise PlanError(
+            f"the route {'-'.join(edge.route)} crosses {src}->{dst}, which has no {channel} link",
+            rank=edge.child,
+        ) from None
     foreign = fabric.transit.foreign(edge.route) if len(edge.route) > 2 else None
     if foreign is not None:
         raise PlanError(
@@ -70,7 +70,7 @@ def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
         raise PlanError(
             f"the route {'-'.join(edge.route)} of edge {edge.parent}->{edge.child} {unable}", rank=edge.child
         )
-    return tuple(crossed)
+    return crossed
 
 
 def initiator_notes(shards: Iterable[Shard], fabric: Fabric) -> list[str]:
@@ -173,6 +173,10 @@ def team_wide_rate(shards: Sequence[Shard], fabric: Fabric) -> Fraction | None:
     return rate_of_loads(link_loads(shards, fabric, part=with_own), fabric)
 
 
+FEW_CROSSINGS = 32
+"""Crossings of links with one share below which each is added alone; more are counted first."""
+
+
 def link_loads(
     shards: Sequence[Shard], fabric: Fabric, *, part: Callable[[Stage], Stage] | None = None
 ) -> list[Fraction]:
@@ -198,8 +202,12 @@ def link_loads(
     whole = [0] * len(fabric.links)
     for (numerator, denominator), crossed in crossings.items():
         units = numerator * (unit // denominator)
-        for number, times in Counter(crossed).items():
-            whole[number] += units * times
+        if len(crossed) < FEW_CROSSINGS:
+            for number in crossed:
+                whole[number] += units
+        else:
+            for number, times in Counter(crossed).items():
+                whole[number] += units * times
     exact = {amount: Fraction(amount, unit) for amount in set(whole)}
     load = [exact[amount] for amount in whole]
     return spread_evenly(load, fabric, shards.generators) if isinstance(shards, ImageShards) else load

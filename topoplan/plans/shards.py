@@ -124,6 +124,14 @@ class Stage:
 
         PlanError if a rank has two parents or the root has one, or the root does not reach an edge.
         """
+        last, seen = self.root, {self.root}
+        for edge in self.edges:
+            if edge.parent != last or edge.child in seen:
+                break
+            last = edge.child
+            seen.add(last)
+        else:  # the edges are a path from the root, in order
+            return self.edges
         children: dict[int, list[Edge]] = {}
         seen = {self.root}
         for edge in self.edges:
@@ -582,6 +590,16 @@ def path_ends(shard: Shard) -> tuple[int, int]:
             raise PlanError(f"branches at rank {edge.parent}; a block of an alltoall takes a path")
         at = edge.child
     return stage.root, at
+
+
+def carried_shares(shards: Iterable[Shard]) -> dict[tuple[int, int], Fraction]:
+    """Return the shares of an all-to-all that go from one rank to another, by both; errors as `path_ends`."""
+    carried: dict[tuple[int, int], Fraction] = {}
+    for shard in shards:
+        pair = path_ends(shard)
+        known = carried.get(pair)
+        carried[pair] = shard.share if known is None else known + shard.share
+    return carried
 
 
 def shard_counts(shards: Sequence[Shard]) -> tuple[tuple[Shard, int], ...]:

@@ -30,7 +30,16 @@ from topoplan.plans.certificates.certificate import Channels
 from topoplan.plans.deferred_plan import DeferredPlan
 from topoplan.plans.loads import edge_links, full_links, link_loads, rate_of_loads
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, ROOTED, Plan, Plans
-from topoplan.plans.shards import OPERATIONS, ImageShards, Shard, Stage, check_entries, owner_of, path_ends
+from topoplan.plans.shards import (
+    OPERATIONS,
+    ImageShards,
+    Shard,
+    Stage,
+    carried_shares,
+    check_entries,
+    owner_of,
+    path_ends,
+)
 from topoplan.units import TOLERANCE, nearest_float, shown
 
 if TYPE_CHECKING:
@@ -205,11 +214,11 @@ def _check_symmetries(plan: Plan, shards: ImageShards, fabric: Fabric) -> None:
 
 
 def _check_shares(plan: Plan) -> None:
-    total = Fraction(0)
+    sums: dict[int, int] = {}  # of the shares of each denominator
     owned = [Fraction(0)] * len(plan.ranks)
     previous = 0
     for number, (shard, count) in enumerate(plan.shard_counts):
-        if shard.share <= 0:
+        if shard.share.numerator <= 0:
             raise PlanError(f"share {shown(shard.share)} must be above zero", shard=number)
         if isinstance(plan.shards, ImageShards) and plan.shards.parts is not None:
             mean = plan.shards.parts.share(number)
@@ -218,7 +227,7 @@ def _check_shares(plan: Plan) -> None:
                     f"share {shown(shard.share)} is not the mean of its images' parts, {shown(mean)}",
                     shard=number,
                 )
-        total += shard.share * count
+        sums[shard.share.denominator] = sums.get(shard.share.denominator, 0) + shard.share.numerator * count
         if plan.collective in ("allgather", "reduce_scatter"):
             owner = _owner(plan, shard, number)
             if not 0 <= owner < len(plan.ranks):
@@ -231,6 +240,8 @@ def _check_shares(plan: Plan) -> None:
                 )
             previous = owner
             owned[owner] += shard.share * count
+    unit = math.lcm(*sums)
+    total = Fraction(sum(parts * (unit // denominator) for denominator, parts in sums.items()), unit)
     whole = len(plan.ranks) if plan.collective == ALL_TO_ALL else 1
     if total != whole:
         raise PlanError(f"the shares add up to {shown(total)}, not {whole}")
@@ -396,24 +407,25 @@ def _check_exchange(plan: Plan) -> None:
             "the bounds of channels do not add up for an alltoall: pairs may be divided differently"
         )
     size = len(plan.ranks)
-    carried: dict[tuple[int, int], Fraction] = {}
+    last = (0, 0)
     for number, shard in enumerate(plan.shards):
         try:
-            pair = path_ends(shard)
+            source, destination = path_ends(shard)
         except PlanError as error:
             raise error.within(number, 0) from None
-        if carried and pair[::-1] < next(reversed(carried))[::-1]:
+        if (destination, source) < last:
             raise PlanError(
                 "shards of an alltoall must stand in the order of their destinations, then of their sources",
                 shard=number,
-                rank=pair[0],
+                rank=source,
             )
-        carried[pair] = carried.get(pair, Fraction(0)) + shard.share
+        last = destination, source
     from topoplan.plans.certificates.exchange import Demand
 
     if isinstance(plan.certificate, Demand):
         plan.certificate.suppose(plan.shards)
         return
+    carried = carried_shares(plan.shards)
     for source in range(size):
         for destination in range(size):
             share = carried.get((source, destination), Fraction(0))

@@ -228,6 +228,21 @@ def test_a_long_block_runs_by_trees_for_it(collective: str) -> None:
         assert planned == [1, 1, 1, 1, 2, 2]
 
 
+def test_a_long_block_of_twenty_ranks_runs_by_trees_over_hubs() -> None:
+    """Two calls share a plan each; no rank relays more than two edges deep."""
+    counts = [1_500_000, *[20_000] * 18, 0]
+    with Communicator(topoplan.plan("gb200-nvl72", gpus=range(20)), chunk_bytes=1 << 20) as comm:
+        for _ in range(2):
+            blocks = blocks_of(counts, (), "int8")
+            for found in comm.all_gather_v(blocks, counts):
+                assert np.array_equal(found, np.concatenate(blocks))
+            wholes = wholes_of(counts, (), "int8")
+            wanted = parts(np.sum(wholes, axis=0, dtype="int8"), counts)
+            for found, total in zip(comm.reduce_scatter_v(wholes, counts), wanted, strict=True):
+                assert np.array_equal(found, total)
+        assert comm._members.execution.store.demands_planned == 2
+
+
 def test_sums_of_counts_do_not_depend_on_earlier_calls() -> None:
     """Plans that other counts have left are not taken, since their trees add in another order."""
     whole = np.random.default_rng(7).random((RANKS, sum(HOT) // 4), dtype=np.float32)

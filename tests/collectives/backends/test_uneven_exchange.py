@@ -20,13 +20,15 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.demand_plans import demand_of, serving_plan
+from collectives.backends.demand_plans import _crossings, demand_of, serving_plan
 from collectives.backends.loopback.paced_loopback import PacedLoopback
+from collectives.backends.plan_and_chunk_store import PlanStore
 from collectives.backends.shared.shared_backend import SharedBackend
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.backends.uneven_exchange import KnownCounts, _uneven_kind
 from collectives.peers.rendezvous import Rendezvous
 from collectives.tables.lowering import PlanKey
+from tests.support.demands import one_hot, zipf
 from tests.support.file_gather import FileGather
 from tests.support.job_meeting import Meeting, as_threads, of_all
 from tests.support.ports import free_port
@@ -34,6 +36,7 @@ from tests.support.small_fabrics import direct_machines
 from tests.support.tcp_jobs import in_processes
 from topoplan.errors import BackendError, UsageError
 from topoplan.machine.topology import Topology
+from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import path_ends
 
@@ -269,6 +272,39 @@ def test_a_plan_of_a_demand_runs_its_counts(height: int | None, crossed: float) 
             sent = sum(comm.bytes_sent().values()) - before
             assert sent == moved * times if height else sent > crossed * moved * times
         assert comm._members.execution.store.demands_planned == 0
+
+
+def test_demands_of_64_ranks_are_planned_where_ranks_share_switches() -> None:
+    """On eight servers a new plan reaches its cut; a torus of 36 goes by equal blocks."""
+    server = topoplan.Server(topoplan.load("dgx-h100"), count=8)
+    servers = topoplan.cluster([server], nics=8, nic_gbps=400, nic_access="direct")
+    for machine, planned in ((servers, 1), ("torus:4,3,3@25", 0)):
+        even = topoplan.plan(machine, "alltoall")
+        rows = tuple(map(tuple, one_hot(len(even.ranks), 3)))
+        rows = tuple(tuple(count + 1 for count in row) for row in rows)
+        store, demand = PlanStore(even), demand_of(rows)
+        assert demand is not None
+        made = store.plan_of_demand(demand, rows, even)
+        assert store.demands_planned == planned
+        assert (made is even) == (not planned)
+        if planned:
+            assert made.gap == 0
+            assert isinstance(made.certificate, Demand)
+            assert made.certificate.demand == demand
+        again = tuple(tuple(count * 1001 // 1000 for count in row) for row in rows)
+        assert store.plan_of_demand(demand_of(again) or (), again, even) is made
+
+
+@pytest.mark.parametrize("unit", [1, 10**6 + 3, 2**40 + 1])
+def test_the_time_of_counts_is_exact_for_lengths_beyond_machine_words(unit: int) -> None:
+    """Of the optimum for these counts, whose rate is known; products of counts and parts have up to 80 bits."""
+    rows = tuple(tuple(count * unit for count in row) for row in zipf(4, 1))
+    plan = topoplan.plan("v100x4", "alltoall", demand=zipf(4, 1))
+    crossings = _crossings(PlanKey(plan.digest, plan))
+    blocks = np.array(rows, dtype=np.int64).T.ravel()
+    report = topoplan.verify(plan)
+    assert report.exact_rate is not None
+    assert crossings.time(blocks) == Fraction(sum(map(sum, rows)), 4) / report.exact_rate
 
 
 def as_lengths(rows: Rows) -> tuple[tuple[int, ...], ...]:

@@ -22,9 +22,11 @@ from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.certificate import Cut
 from topoplan.plans.certificates.exchange import Demand
+from topoplan.plans.loads import link_loads
 from topoplan.plans.plan import Plan
 from topoplan.solve.packing import all_to_all, demand_paths
 from topoplan.solve.packing.demand_paths import fill_cut, slowest_cut
+from topoplan.solve.packing.flow_packing import block_shards, path_shards
 from topoplan.solve.search_control import Deadline
 
 
@@ -93,16 +95,34 @@ def test_every_block_leaves_whole_and_no_link_takes_longer_than_the_cut() -> Non
     least, cut = slowest_cut(fabric, demand)
     assert filled.cut == cut
     load = [Fraction(0)] * len(fabric.links)
-    for (source, destination), paths in filled.paths.items():
-        assert sum(paths.values()) == 1
-        for path, part in paths.items():
-            ends = [fabric.ends[link] for link in path]
-            assert (ends[0][0], ends[-1][1]) == (source, destination)
-            assert all(one[1] == other[0] for one, other in pairwise(ends))
-            for link in path:
-                load[link] += part * demand[source][destination]
-    assert {pair for pair, row in np.ndenumerate(np.array(rows)) if row} == set(filled.paths)
+    sent: dict[tuple[int, ...], Fraction] = {}
+    for path, part in filled.paths():
+        pair = path[0], path[-1]
+        sent[pair] = sent.get(pair, Fraction(0)) + part
+        for link in pairwise(path):
+            load[fabric.link_between[link]] += part * demand[pair[0]][pair[1]]
+    assert set(sent.values()) == {1}
+    assert {pair for pair, row in np.ndenumerate(np.array(rows)) if row} == set(sent)
     assert max(one / width for one, width in zip(load, fabric.capacity, strict=True)) == least
+    assert load == filled.loads()
+
+
+def test_paths_and_blocks_that_stay_are_in_the_order_of_the_shards_of_a_plan() -> None:
+    """Destination, source, then the largest part; sums of loads are those of the shards."""
+    made, rows = servers("dgx-a100", 3, "pcie"), some(24)
+    rows = [[amount + 5 * (r == s and r % 2) for s, amount in enumerate(row)] for r, row in enumerate(rows)]
+    fabric = Fabric(made, ("nvlink", "network"))
+    demand = tuple(map(tuple, rows))
+    filled = fill_cut(fabric, demand, deadline=Deadline(None))
+    assert filled is not None
+    paths = list(filled.paths())
+    assert paths == sorted(paths, key=lambda one: (one[0][-1], one[0][0], -one[1], len(one[0]), one[0]))
+    assert len(paths) == len({path for path, _ in paths})
+    assert [path for path, part in paths if len(path) == 1] == [(rank,) for rank in range(1, 24, 2)]
+    shards = path_shards(fabric, demand, paths)
+    assert shards == block_shards(fabric, demand, dict(reversed(paths)))
+    of_buffer = Fraction(24, sum(map(sum, demand)))
+    assert link_loads(shards, fabric) == [load * of_buffer for load in filled.loads()]
 
 
 def test_a_fabric_whose_cuts_prove_less_than_its_links_is_left_to_the_program() -> None:
@@ -123,7 +143,7 @@ def test_slack_is_the_most_that_a_filled_cut_takes_longer() -> None:
     assert fill_cut(fabric, demand, deadline=Deadline(None)) is None
     filled = fill_cut(fabric, demand, slack=Fraction(1, 20), deadline=Deadline(None))
     assert filled is not None
-    assert filled.paths == {(0, 1): {(0, 1, 2): Fraction(1)}}
+    assert list(filled.paths()) == [((0, 2, 3, 1), Fraction(1))]
 
 
 @pytest.mark.parametrize("unit", [1, 7, 2**20 - 3, 2**46])

@@ -48,7 +48,7 @@ from topoplan.plans.certificates.forest_length import (
 )
 from topoplan.plans.file_values import read_fraction, read_list, read_text, read_texts, read_whole
 from topoplan.plans.minimum_trees import equivalent_vertices, inner_sets, set_count
-from topoplan.plans.shards import Shard, Stage, check_entries, path_ends, shard_counts
+from topoplan.plans.shards import Shard, Stage, carried_shares, check_entries, shard_counts
 from topoplan.units import format_seconds, shown
 
 DemandMatrix = tuple[tuple[int, ...], ...]
@@ -89,17 +89,16 @@ class Demand(Certificate):
 
     def suppose(self, shards: Sequence[Shard]) -> None:
         """Raise PlanError if the shards of a plan carry another demand than the bound assumes."""
-        size = len(self.demand)
-        carried = [[Fraction(0)] * size for _ in range(size)]
-        for shard in shards:
-            source, destination = path_ends(shard)
-            carried[source][destination] += shard.share
-        for source, row in enumerate(carried):
-            for destination, share in enumerate(row):
-                if share * self.buffer != self.demand[source][destination]:
+        carried = carried_shares(shards)
+        buffer, none = self.buffer, Fraction(0)
+        for source, row in enumerate(self.demand):
+            for destination, amount in enumerate(row):
+                share = carried.get((source, destination), none)
+                # share * buffer == amount, without a Fraction for each pair
+                if share.numerator * buffer.numerator != amount * share.denominator * buffer.denominator:
                     raise PlanError(
-                        f"carries {format_number(share * self.buffer)} bytes to rank {destination} instead of the "
-                        f"{self.demand[source][destination]} that the certificate's demand states",
+                        f"carries {format_number(share * buffer)} bytes to rank {destination} instead of the "
+                        f"{amount} that the certificate's demand states",
                         rank=source,
                     )
 

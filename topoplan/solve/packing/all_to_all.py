@@ -34,7 +34,7 @@ from topoplan.plans.shards import Shard
 from topoplan.solve.cuts_and_partitions import exchange_bounds, lowest, proved_bounds
 from topoplan.solve.packing.column_generation import ColumnGeneration
 from topoplan.solve.packing.demand_paths import fill_cut
-from topoplan.solve.packing.flow_packing import FlowPacking, FlowPricing, Path, block_shards
+from topoplan.solve.packing.flow_packing import FlowPacking, FlowPricing, path_shards
 from topoplan.solve.packing.packing_program import TreeColumn, length_of
 from topoplan.solve.search_control import SEARCH_UNFINISHED, Deadline, time_limit_note
 from topoplan.solve.symmetry.symmetry_search import find_symmetry
@@ -93,9 +93,15 @@ class _Exchange:
         return proved_bounds([self.stated(one) for one in certificates], self.fabric, ALL_TO_ALL, None)
 
     def plan(
-        self, shards: Sequence[Shard], certificate: Certificate, method: str, notes: Sequence[str] = ()
+        self,
+        shards: Sequence[Shard],
+        certificate: Certificate,
+        method: str,
+        notes: Sequence[str] = (),
+        *,
+        loads: Sequence[Fraction] | None = None,
     ) -> Plan:
-        """Return the plan of some shards."""
+        """Return the plan of some shards; ``loads`` of links are theirs, if they are known."""
         return build_plan(
             self.fabric,
             ALL_TO_ALL,
@@ -105,6 +111,7 @@ class _Exchange:
             schedule="paths",
             method=method,
             notes=notes,
+            loads=loads,
         )
 
 
@@ -147,12 +154,12 @@ def _filled_plan(
     filled = fill_cut(fabric, units, slack=slack, deadline=deadline)
     if filled is None:
         return None
-    parts: dict[Path, Fraction] = {(rank,): Fraction(1) for rank in range(fabric.size) if units[rank][rank]}
-    for (source, _), paths in filled.paths.items():
-        parts |= {(source, *(fabric.ends[link][1] for link in path)): part for path, part in paths.items()}
-    tallest = max(sum(node < fabric.size for node in path) - 1 for path in parts)
+    shards = path_shards(fabric, units, filled.paths())
+    tallest = max(len(shard.stages[0].edges) for shard in shards)
     notes = _height_notes(tallest) if method == "exact" else ()
-    return exchange.plan(block_shards(fabric, units, parts), exchange.stated(filled.cut), method, notes)
+    of_buffer = Fraction(fabric.size, sum(map(sum, units)))
+    loads = [load * of_buffer for load in filled.loads()]
+    return exchange.plan(shards, exchange.stated(filled.cut), method, notes, loads=loads)
 
 
 def _height_notes(tallest: int) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from math import lcm
 from typing import Any
 
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.certificates.certificate import Cut
 from topoplan.plans.certificates.exchange import DemandMatrix
+from topoplan.solve.packing.flow_packing import Path
 from topoplan.solve.search_control import Deadline
 
 Whole = NDArray[np.int64]
@@ -55,13 +57,20 @@ _EMPTY = 1 / 16
 
 @dataclass(frozen=True, slots=True)
 class FilledCut:
-    """Paths of all blocks of a demand that take no longer than the demand over a cut.
-
-    ``paths`` has for every pair of ranks with a demand the links of each path, and its part of the block.
-    """
+    """Paths of all blocks of a demand that take no longer than the demand over a cut."""
 
     cut: Cut
-    paths: dict[tuple[int, int], dict[tuple[int, ...], Fraction]]
+    router: PieceRouter
+
+    def paths(self) -> Iterator[tuple[Path, Fraction]]:
+        """Yield the nodes of each path and its part of the block, in the order of the shards of a plan."""
+        return self.router.paths()
+
+    def loads(self) -> list[Fraction]:
+        """Return the load of each link in units of the demand, the sum of the paths that cross it."""
+        whole = self.router.crossed().tolist()
+        exact = {amount: Fraction(amount, self.router.scale) for amount in set(whole)}
+        return [exact[amount] for amount in whole]
 
 
 def fill_cut(
@@ -90,7 +99,7 @@ def fill_cut(
     longer = [min(int(budget * scale * (1 + slack)), most) for budget in budgets]
     for limits in (whole, longer) if slack else (whole,):
         if router.fit(np.array(limits, dtype=np.int64), deadline):
-            return FilledCut(cut, router.paths())
+            return FilledCut(cut, router)
     return None
 
 
@@ -104,23 +113,25 @@ def slowest_cut(fabric: Fabric, demand: DemandMatrix) -> tuple[Fraction, Cut]:
     server_of = {device.name: device.server for device in fabric.topology.devices}
     home = [server_of[name] for name in fabric.nodes]
     rank_of = [node if node < fabric.size else -1 for node in range(len(fabric.nodes))]
+    amounts: Any = np.array(demand, dtype=object)
     found: list[tuple[Fraction, list[int], bool]] = []
     for label in (rank_of, home) if len(set(home[: fabric.size])) > 1 else (rank_of,):
         links: tuple[dict[int | str, int], ...] = ({}, {})
-        needed: tuple[dict[int | str, int], ...] = ({}, {})
         for (src, dst), width in zip(fabric.ends, capacity, strict=True):
             if label[src] != label[dst]:
                 for place, end in enumerate((label[src], label[dst])):
                     links[place][end] = links[place].get(end, 0) + width
-        for source, row in enumerate(demand):
-            for destination, amount in enumerate(row):
-                if amount and label[source] != label[destination]:
-                    for place, end in enumerate((label[source], label[destination])):
-                        needed[place][end] = needed[place].get(end, 0) + amount
+        names = list(dict.fromkeys(label[: fabric.size]))
+        number = {name: at for at, name in enumerate(names)}
+        group = np.array([number[name] for name in label[: fabric.size]])
+        moved = np.nonzero((amounts > 0) & (group[:, None] != group))
         for place, entering in enumerate((False, True)):
-            for end, amount in needed[place].items():
-                side = [node for node, other in enumerate(label) if (other == end) != entering]
-                found.append((Fraction(amount * unit, links[place][end]), side, entering))
+            ends, first = np.unique(group[moved[place]], return_index=True)
+            needed: Any = np.zeros(len(names), dtype=object)
+            np.add.at(needed, group[moved[place]], amounts[moved])
+            for end in ends[np.argsort(first)].tolist():
+                side = [node for node, other in enumerate(label) if (other == names[end]) != entering]
+                found.append((Fraction(needed[end] * unit, links[place][names[end]]), side, entering))
     least, side, _ = max(found, key=lambda each: each[0])
     return least, Cut(tuple(fabric.nodes[node] for node in side))
 
@@ -134,13 +145,17 @@ class FlowGraph:
     def __init__(self, fabric: Fabric) -> None:
         graph = fabric.route_graph
         self.size, self.states = fabric.size, len(graph.nodes)
+        self.nodes = graph.nodes
         ends, links = np.array(graph.ends, dtype=np.int64), np.array(graph.links, dtype=np.int64)
         kept = ~((ends >= fabric.size) & (ends < len(fabric.vertices))).any(axis=1)
         ends, links = ends[kept], links[kept]
         self.capacity = np.array([float(each) for each in fabric.capacity])
         self.none = len(self.capacity)  # stands for no link
+        self.heads = np.array([*(head for _, head in fabric.ends), -1], dtype=np.int64)
         self._link = np.full((self.states, self.states), self.none, dtype=np.int32)
         self._link[ends[:, 0], ends[:, 1]] = links
+        self.between = dict(zip(map(tuple, ends.tolist()), links.tolist(), strict=True))
+        self._graphs: list[Any] = [None, None]  # of scipy, whose lengths change
         self._ways = [self._by_tail(ends[:, place], ends[:, 1 - place], links) for place in (0, 1)]
 
     def _by_tail(self, tails: Whole, heads: Whole, links: Whole) -> tuple[Whole, Whole, Whole]:
@@ -158,7 +173,10 @@ class FlowGraph:
         from scipy.sparse.csgraph import dijkstra
 
         links, heads, begins = self._ways[backwards]
-        graph: Any = csr_array((lengths[links], heads, begins), shape=(self.states, self.states))
+        if self._graphs[backwards] is None:
+            self._graphs[backwards] = csr_array((lengths[links], heads, begins), (self.states, self.states))
+        graph = self._graphs[backwards]
+        graph.data = lengths[links]
         found: NDArray[np.int32] = dijkstra(graph, indices=roots, return_predecessors=True)[1]
         return found
 
@@ -192,8 +210,9 @@ class PieceRouter:
 
     def __init__(self, graph: FlowGraph, demand: DemandMatrix, scale: int) -> None:
         amounts = np.array(demand, dtype=np.int64) * scale
+        self.stays = np.flatnonzero(np.diagonal(amounts))
         np.fill_diagonal(amounts, 0)
-        self.graph = graph
+        self.graph, self.scale = graph, scale
         self.whole = amounts
         self.source, self.destination = np.nonzero(amounts)
         self.amount = amounts[self.source, self.destination]
@@ -221,19 +240,16 @@ class PieceRouter:
             if (states[:, -1] != self.destination[pieces]).any():
                 return False
             self._put(pieces, states)
-            links = self.links[pieces]
-            weights = np.repeat(self.amount[pieces], links.shape[1])
-            self.load += np.bincount(links.ravel(), weights, graph.none + 1)[:-1].astype(np.int64)
+            self.load += self.crossed(pieces)
         self._divide(least)
         return True
 
     def _put(self, pieces: Whole, states: Whole) -> None:
         """Put pieces on paths; the loads are the caller's."""
-        width = self.states.shape[1]
-        if states.shape[1] > width:
-            self.states = np.pad(self.states, ((0, 0), (0, states.shape[1] - width)), "edge")
+        if states.shape[1] > self.states.shape[1]:
+            self.states = _widened(self.states, states.shape[1])
             self.links = self.graph.links(self.states)
-        rows = np.pad(states, ((0, 0), (0, self.states.shape[1] - states.shape[1])), "edge")
+        rows = _widened(states, self.states.shape[1])
         self.states[pieces] = rows
         self.links[pieces] = self.graph.links(rows)
 
@@ -286,63 +302,87 @@ class PieceRouter:
         members = members[np.lexsort((members, -self.amount[members]))]
         lengths = _lengths(self.load / np.maximum(self.load + room, 1), graph.capacity)
         found = graph.trees(np.where(room > 0, lengths, np.inf), np.array([root]), backwards=backwards)
-        tree = found[0].tolist()
-        moved = False
+        tree, free = found[0].tolist(), room.tolist()
+        moved, parts = False, []
         for piece in members.tolist():
-            if room[full] >= 0:
+            if free[full] >= 0:
                 break
-            states, before = self.states[piece].tolist(), self.links[piece]
-            at = before.tolist().index(full)
+            states, before = self.states[piece].tolist(), self.links[piece].tolist()
+            at, amount = before.index(full), int(self.amount[piece])
             known, last = (states, at) if backwards else (states[::-1], len(states) - 2 - at)
             part = 0
             for path in _rejoined(tree, root, known, last):
-                row = np.array(path if backwards else path[::-1])
-                after = graph.links(row)
-                fresh = after[~np.isin(after, before)]
-                part = min(int(self.amount[piece]), int(room[fresh].min(initial=-room[full])))
+                row = path if backwards else path[::-1]
+                after = [graph.between[ends] for ends in pairwise(row)]
+                fresh = [link for link in after if link not in before]
+                part = min(amount, -free[full], *[free[link] for link in fresh])
                 if part > 0:
                     break
             if part <= 0:
                 continue
-            gone = before[(before < graph.none) & ~np.isin(before, after)]
-            for links, change in ((gone, -part), (fresh, part)):
+            gone = {link for link in before if link != graph.none and link not in after}
+            for links, change in ((sorted(gone), -part), (sorted(set(fresh)), part)):
                 self.load[links] += change
-                room[links] -= change
-            self._put(np.array([self._part(piece, part)]), row[None, :])
+                for link in links:
+                    free[link] -= change
+            if part == amount:
+                self._put(np.array([piece]), np.array([row]))
+            else:
+                self.amount[piece] -= part
+                parts.append((piece, part, np.array(row)))
             moved = True
+        if parts:
+            self._add(parts)
         return moved
 
-    def _part(self, piece: int, amount: int) -> int:
-        """Return the number of a piece of this amount: the piece, or a new one that is cut off."""
-        if amount == self.amount[piece]:
-            return piece
-        self.amount[piece] -= amount
-        self.amount = np.append(self.amount, amount)
-        self.source = np.append(self.source, self.source[piece])
-        self.destination = np.append(self.destination, self.destination[piece])
-        self.states = np.concatenate([self.states, self.states[piece : piece + 1]])
-        self.links = np.concatenate([self.links, self.links[piece : piece + 1]])
-        return len(self.amount) - 1
+    def _add(self, parts: Sequence[tuple[int, int, Whole]]) -> None:
+        """Add pieces that were cut off others: from which, how much, and the states of the new path."""
+        of = np.array([piece for piece, _, _ in parts])
+        count = len(self.amount)
+        self.amount = np.append(self.amount, [amount for _, amount, _ in parts])
+        self.source = np.append(self.source, self.source[of])
+        self.destination = np.append(self.destination, self.destination[of])
+        self.states = np.concatenate([self.states, self.states[of]])
+        self.links = np.concatenate([self.links, self.links[of]])
+        for number, (_, _, row) in enumerate(parts):
+            self._put(np.array([count + number]), row[None, :])
 
-    def paths(self) -> dict[tuple[int, int], dict[tuple[int, ...], Fraction]]:
-        """Return the links of each path and its part of the block, for every pair with a demand."""
-        amounts: dict[tuple[int, int], dict[tuple[int, ...], int]] = {}
-        none = self.graph.none
-        rows = zip(
-            *(each.tolist() for each in (self.source, self.destination, self.amount, self.links)), strict=True
-        )
-        for source, destination, amount, row in rows:
-            path = tuple(link for link in row if link != none)
-            known = amounts.setdefault((source, destination), {})
-            known[path] = known.get(path, 0) + amount
-        whole, every = self.whole.tolist(), Fraction(1)
-        return {
-            pair: {
-                path: every if len(parts) == 1 else Fraction(amount, whole[pair[0]][pair[1]])
-                for path, amount in parts.items()
-            }
-            for pair, parts in amounts.items()
-        }
+    def crossed(self, pieces: Whole | slice = slice(None)) -> Whole:
+        """Return the sum of the pieces that cross each link, of all or of some."""
+        links = self.links[pieces]
+        weights = np.repeat(self.amount[pieces], links.shape[1])
+        return np.bincount(links.ravel(), weights, self.graph.none + 1)[:-1].astype(np.int64)
+
+    def paths(self) -> Iterator[tuple[Path, Fraction]]:
+        """Yield the nodes of each path and its part of the block, blocks that stay on their rank included.
+
+        They are in the order of destination and source, those of a block with the largest part first.
+        """
+        none, stays = self.graph.none, self.stays
+        links = np.pad(self.links, ((0, len(stays)), (0, 0)), constant_values=none)
+        links = np.take_along_axis(links, np.argsort(links == none, axis=1, kind="stable"), axis=1)
+        ends = np.stack([np.append(self.destination, stays), np.append(self.source, stays)], axis=1)
+        rows, amount = np.hstack([ends, links]), np.append(self.amount, np.ones_like(stays))
+        order = np.lexsort(rows.T[::-1])
+        rows = rows[order]
+        begins = np.flatnonzero(np.append(True, (rows[1:] != rows[:-1]).any(axis=1)))
+        rows, amount = rows[begins], np.add.reduceat(amount[order], begins)
+        nodes, lengths = self.graph.heads[rows[:, 2:]], (rows[:, 2:] != none).sum(axis=1)
+        order = np.lexsort([*nodes.T[::-1], lengths, -amount, rows[:, 1], rows[:, 0]])
+        whole = self.whole[rows[:, 1], rows[:, 0]]
+        parts = np.where(rows[:, 0] == rows[:, 1], amount, whole)
+        every = Fraction(1)
+        columns = (rows[:, 1], nodes, lengths, amount, parts)
+        for source, path, length, one, of in zip(*(each[order].tolist() for each in columns), strict=True):
+            yield (source, *path[:length]), every if one == of else Fraction(one, of)
+
+
+def _widened(states: Whole, width: int) -> Whole:
+    """Return rows of states of some width, in which the last state is repeated."""
+    rows = np.empty((len(states), width), dtype=np.int64)
+    rows[:, : states.shape[1]] = states
+    rows[:, states.shape[1] :] = states[:, -1:]
+    return rows
 
 
 def _rejoined(tree: Sequence[int], root: int, states: Sequence[int], last: int) -> Iterator[list[int]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -119,35 +119,41 @@ def shortest_path_tree(
 def path_stage(fabric: Fabric, path: Sequence[int]) -> Stage:
     """Return a chain of edges along a path of nodes of a fabric, one from each rank on it to the next."""
     names = [fabric.nodes[node] for node in path]
-    stops = [place for place, node in enumerate(path) if node < fabric.size]
-    edges = []
-    for start, stop in pairwise(stops):
-        route = tuple(names[start : stop + 1])
-        links = [fabric.link_index[ends] for ends in pairwise(route)]
-        edges.append(Edge(path[start], path[stop], route, fabric.channel_of(links)))
+    links = [fabric.link_index[ends] for ends in pairwise(names)]
+    edges, start, size = [], 0, fabric.size
+    for stop in range(1, len(path)):
+        if path[stop] < size:
+            channel = fabric.channel_of(links[start:stop])
+            edges.append(Edge(path[start], path[stop], tuple(names[start : stop + 1]), channel))
+            start = stop
     return Stage("broadcast", path[0], tuple(edges))
 
 
 def block_shards(fabric: Fabric, demand: DemandMatrix, parts: Mapping[Path, Fraction]) -> tuple[Shard, ...]:
-    """Return the shards of a plan: paths in the order of destination, source and share.
+    """Return the shards of paths, ``parts`` having the part of its block that takes each one."""
+    paths = sorted(parts.items(), key=lambda item: (item[0][-1], item[0][0], -item[1], len(item[0]), item[0]))
+    return path_shards(fabric, demand, paths)
 
-    ``parts`` has the part of its block that takes each path. Data that a rank keeps is a shard without edges. A share
-    is a fraction of the buffer of a rank, of the mean one if buffers differ, so that all shares add up to the number of
-    ranks.
+
+def path_shards(
+    fabric: Fabric, demand: DemandMatrix, paths: Iterable[tuple[Path, Fraction]]
+) -> tuple[Shard, ...]:
+    """Return the shards of a plan: paths, and their parts of their blocks, by destination, source and share.
+
+    Data that a rank keeps is a shard without edges. A share is a fraction of the buffer of a rank, of the mean one if
+    buffers differ, so that all shards add up to the number of ranks.
     """
-    whole = sum(map(sum, demand))
-    shards: dict[tuple[int, int], list[tuple[Fraction, Path]]] = {}
-    for path, part in parts.items():
-        shards.setdefault((path[-1], path[0]), []).append((part, path))
+    whole, size = sum(map(sum, demand)), fabric.size
+    shares: dict[tuple[int, int], Fraction] = {}  # many blocks are equally long
     found = []
-    for destination, source in sorted(shards):
-        amount = demand[source][destination] * fabric.size
-        paths = shards[destination, source]
-        if len(paths) > 1:
-            paths.sort(key=lambda item: (-item[0], len(item[1]), item[1]))
-        for part, path in paths:
-            share = Fraction(part.numerator * amount, part.denominator * whole)
-            found.append(Shard(share, (path_stage(fabric, path),)))
+    for path, part in paths:
+        amount = demand[path[0]][path[-1]]
+        share = shares.get((amount, part.denominator)) if part.numerator == 1 else None
+        if share is None:
+            share = Fraction(part.numerator * amount * size, part.denominator * whole)
+            if part.numerator == 1:
+                shares[amount, part.denominator] = share
+        found.append(Shard(share, (path_stage(fabric, path),)))
     return tuple(found)
 
 
