@@ -64,7 +64,9 @@ if TYPE_CHECKING:
 
 def _run_job_file(options: argparse.Namespace) -> Answer:
     """Run a file of jobs under policies."""
-    arguments.refuse_beside(options, "--policy", {**dict.fromkeys((*MACHINE_OPTIONS, "trace", "late")), "events": False})
+    arguments.refuse_beside(
+        options, "--policy", {**dict.fromkeys((*MACHINE_OPTIONS, "trace", "late")), "events": False}
+    )
     names = list(POLICIES) if options.policy == "all" else options.policy.split(",")
     if options.queues is not None and "crux" not in names:
         raise UsageError("--queues belongs to --policy crux; add it, or leave --queues out")

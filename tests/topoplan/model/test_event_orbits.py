@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def agree(plan: PlanByKind, sizes: tuple[int, ...], late: dict[int, float] | Non
     return orbits
 
 
-NETWORKS = {
+NETWORKS: dict[str, tuple[int, dict[str, Any]]] = {
     "switch": (7, {}),
     "shared-nics": (5, {"nics": 1}),
     "rails": (6, {"network": "rail-optimised", "nic_access": "direct"}),
@@ -64,6 +65,12 @@ NETWORKS = {
 def test_events_are_those_of_the_list(network: str, collective: str) -> None:
     servers, options = NETWORKS[network]
     agree(plan_of(servers, collective, **options), (1_000, 100_000_000))
+
+
+def test_events_do_not_depend_on_the_order_of_the_shards() -> None:
+    plan = plan_of(5).listed()
+    turned = replace(plan, shards=tuple(plan.shards)[::-1])
+    assert run_events(turned, nbytes=10**8).seconds == run_events(plan, nbytes=10**8).seconds
 
 
 def test_equal_servers_are_a_few_orbits() -> None:
