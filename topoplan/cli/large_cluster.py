@@ -26,7 +26,7 @@ from topoplan.cli.output import (
     thinned,
 )
 from topoplan.cli.plan_cluster import refuse_listed_options, root_rank, where_words
-from topoplan.cli.simulate import LATE_ALONE, NCCL, TIMES, Times, late_words, verdict
+from topoplan.cli.simulate import EVENTS, LATE_ALONE, NCCL, TIMES, Times, late_words, verdict
 from topoplan.cli.sources import (
     CHANNELS_BY_KIND,
     MACHINE_OPTIONS,
@@ -42,9 +42,10 @@ from topoplan.cli.sources import (
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
 from topoplan.machine.topology import Topology
+from topoplan.model.event_orbits import EventOrbits
 from topoplan.model.expected_times import NcclTime
 from topoplan.model.kind_dataflow import KindClock
-from topoplan.model.times_by_size import row
+from topoplan.model.times_by_size import SizeRow, row
 from topoplan.operate.compare.allocation_shapes import AllocationShape, RankedShapes, recommend_shapes
 from topoplan.plans.certificates.kind_lengths import IN_TORUS
 from topoplan.plans.plan import ALL_TO_ALL, check_collective, collective_name
@@ -213,6 +214,7 @@ def run_sizes(
     with progress_line("timing"):
         rows = [row(plan.collective, plan.size, size, clock.time(size).seconds) for size in sizes]
         nccl = [_quickest(model, size, bus_factor(plan.collective, plan.size)) for size in sizes if model]
+    by_events = _event_rows(plan, sizes, late) if options.events else []
 
     notes = (*plan.notes, LATE_ALONE) if late else plan.notes
     noun = "path" if plan.collective == ALL_TO_ALL else "tree"
@@ -232,7 +234,8 @@ def run_sizes(
         )
         yield ""
         asked = options.sizes is not None or options.all
-        every: list[Times] = [(one, None, nccl[place] if nccl else None) for place, one in enumerate(rows)]
+        none = [None] * len(rows)
+        every: list[Times] = [*zip(rows, none, nccl or none, by_events or none, strict=True)]
         shown = thinned(every, DEFAULT_LINES - 8, every=asked)
         yield table_of([each for each in TIMES if any(each.of(one) is not None for one in shown)], shown)
         if len(shown) < len(rows):
@@ -241,7 +244,7 @@ def run_sizes(
     nccl_rows = [row(plan.collective, plan.size, one.nbytes, one.seconds) for one in nccl]
     records = [
         {"schedule": name, **one.to_object()}
-        for name, part in (("plan", rows), (NCCL, nccl_rows))
+        for name, part in (("plan", rows), (EVENTS, by_events), (NCCL, nccl_rows))
         for one in part
     ]
     value = {
@@ -256,6 +259,18 @@ def run_sizes(
         "notes": list(notes),
     }
     return Answer(text=text, value=lambda: value, rows=lambda: records, notes=notes)
+
+
+def _event_rows(plan: PlanByKind, sizes: Sequence[int], late: Mapping[int, float]) -> list[SizeRow]:
+    """Return the times of a plan by the event simulation."""
+    orbits = EventOrbits(plan, late)
+    found = []
+    with progress_line("running events") as progress:
+        for size in sizes:
+            found.append(row(plan.collective, plan.size, size, orbits.run(size).seconds))
+            if progress:
+                progress(f"{len(found)} of {len(sizes)} sizes …")
+    return found
 
 
 def run_recommendation(options: argparse.Namespace) -> Answer | None:

@@ -64,7 +64,9 @@ if TYPE_CHECKING:
 
 def _run_job_file(options: argparse.Namespace) -> Answer:
     """Run a file of jobs under policies."""
-    arguments.refuse_beside(options, "--policy", dict.fromkeys((*MACHINE_OPTIONS, "trace", "late")))
+    arguments.refuse_beside(
+        options, "--policy", {**dict.fromkeys((*MACHINE_OPTIONS, "trace", "late")), "events": False}
+    )
     names = list(POLICIES) if options.policy == "all" else options.policy.split(",")
     if options.queues is not None and "crux" not in names:
         raise UsageError("--queues belongs to --policy crux; add it, or leave --queues out")
@@ -145,6 +147,9 @@ def _mean(values: Sequence[float]) -> float | None:
 
 DEFAULT_SIZES = "1KB:1GB"
 
+EVENTS = "plan, by events"
+"""Name of the times by the event simulation in the rows."""
+
 NCCL = "NCCL's best"
 """Name of the times by NCCL's own model, in the figure and the rows."""
 
@@ -172,6 +177,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
         """
         --late RANK=SECONDS  time of the plan if a rank comes late, such as 3=0.02; of a plan by kind, if the ranks of
                       its number on all equivalent servers do; may be repeated
+        --events      print the time by the event simulation too, chunk by chunk; of a plan by kind, on one hop of each
+                      orbit
         --headroom F  print the queues at switches in the run of the largest size, as it is and with every flow paced at
                       this part of its fraction of the links, such as 0.95
         --queues K    with --policy crux, the number of priorities of the network (default: 8)
@@ -224,6 +231,7 @@ def run(options: argparse.Namespace) -> Answer:
         with progress_line("running events"):
             events = run_events(plan.at(max(sizes)), nbytes=max(sizes))
         write_whole(options.trace, chrome_trace(events))
+    events_rows = _event_rows(plan, sizes, late) if options.events else ()
     queues = None
     if options.headroom is not None:
         with progress_line("running events"):
@@ -250,7 +258,8 @@ def run(options: argparse.Namespace) -> Answer:
         ]
         yield from head
         yield ""
-        shown = [*zip(rows, rival_rows or [None] * len(rows), nccl or [None] * len(rows), strict=True)]
+        none = [None] * len(rows)
+        shown = [*zip(rows, rival_rows or none, nccl or none, events_rows or none, strict=True)]
         asked = options.sizes is not None or options.all
         beside = len(head) + 4 + len([*note_lines(*notes, every=options.notes)])
         listed = thinned(shown, DEFAULT_LINES - beside, every=asked)
@@ -274,6 +283,7 @@ def run(options: argparse.Namespace) -> Answer:
                 {"size": one.nbytes, "time": one.seconds * 1e6, "algbw": one.algbw, "runs": one.runs}
                 for one in nccl
             ],
+            **({"events": [one.to_object() for one in events_rows]} if events_rows else {}),
             "crossover": crossing.to_object() if crossing else None,
             **({"queues": queues.to_object()} if queues else {}),
             **({"late": {str(rank): seconds for rank, seconds in sorted(late.items())}} if late else {}),
@@ -292,7 +302,12 @@ def run(options: argparse.Namespace) -> Answer:
         title = f"{collective_words(plan)} on {plan.topology.name}, {counted(len(plan.ranks), 'GPU')}"
         return draw_sweep(curves, title=title)
 
-    named = (("plan", rows), (rival.schedule if rival else "", rival_rows), (NCCL, nccl_rows))
+    named = (
+        ("plan", rows),
+        (EVENTS, events_rows),
+        (rival.schedule if rival else "", rival_rows),
+        (NCCL, nccl_rows),
+    )
     return Answer(
         text=text,
         value=value,
@@ -301,6 +316,16 @@ def run(options: argparse.Namespace) -> Answer:
         notes=notes,
         written=(options.trace,),
     )
+
+
+def _event_rows(plan: Plans, sizes: Sequence[int], late: Mapping[int, float]) -> list[SizeRow]:
+    """Return the times of a plan, or of the plan of each size, by the event simulation."""
+    with progress_line("running events"):
+        runs = [run_events(plan.at(size), nbytes=size, late=late) for size in sizes]
+    return [
+        row(plan.collective, len(plan.ranks), size, one.seconds)
+        for size, one in zip(sizes, runs, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,7 +471,7 @@ def verdict(rows: Sequence[SizeRow], others: Sequence[SizeRow | NcclTime], name:
     return f"the plan is faster than {name} from {format_size(rows[slower[-1] + 1].nbytes)} on, {largest}"
 
 
-Times = tuple[SizeRow, SizeRow | None, NcclTime | None]
+Times = tuple[SizeRow, SizeRow | None, NcclTime | None, SizeRow | None]
 
 
 def _times(name: str, place: int) -> tuple[Column[Times], ...]:
@@ -465,6 +490,7 @@ def _times(name: str, place: int) -> tuple[Column[Times], ...]:
 TIMES: tuple[Column[Times], ...] = (
     Column("size", value=lambda one: one[0].nbytes, form=format_size),
     *_times("plan", 0),
+    _times("events", 3)[0],
     *_times("baseline", 1),
     *_times("NCCL", 2),
     Column("NCCL runs", value=lambda one: None if one[2] is None else one[2].runs),

@@ -5,9 +5,11 @@ its shard (chunk index over number of chunks, so that a shard cut finer keeps it
 chunks in order: it waits for its inputs (`dataflow`), pays the start-up alpha, then sends. Alpha keeps the hop busy, as
 a copy engine or thread block is, and one of the wires of its route from starting others (`starters`), but not the link:
 others move meanwhile. Along a route of several links a chunk cuts through: it is on all of them at once if they are
-free, and waits in front of a busy one. Ties go to the receiver that is next after the sender, so that senders behind
-one switch do not all begin with the same receiver; then by shard, stage and edge. Hops of a channel that starts after
-the launch wait for its start, and hops of a rank that comes late for the rank.
+free, and waits in front of a busy one. Ties go to the receiver that is next after the sender, by server and then by
+GPU, so that senders behind one switch do not all begin with the same receiver; then to the earlier stage, and to the
+root that is next after the hop's end nearer to it. So the run of a symmetric plan is symmetric
+(`topoplan.model.event_orbits`). Hops of a channel that starts after the launch wait for its start, and hops of a rank
+that comes late for the rank.
 
 A chunk in front of a link in the middle of a route waits in a switch; the largest such queue of every port is reported
 in whole chunks. With ``headroom`` every flow is *paced* instead: its connection sends at that part of its share of the
@@ -17,7 +19,6 @@ and queues are empty but for packets. That is explicit rate control with the rat
 
 from __future__ import annotations
 
-import heapq
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,14 +27,13 @@ from topoplan.errors import UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.model.closed_form import chunk_counts, pipeline
 from topoplan.model.dataflow import LAUNCH, Dataflow, dataflow, starters
+from topoplan.model.event_engine import EventHops, depths, serve
 from topoplan.plans.loads import flow_rates
 from topoplan.plans.plan import Plan
 from topoplan.plans.structure import rounds
 
 MAX_TRANSFERS = 2_000_000
 """Most simulated chunk transfers: about half a minute."""
-
-_ARRIVE, _DELIVER, _START, _BEGIN, _SERVE = range(5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +142,23 @@ def run_events(
         + max(flow.lanes[flow.lane_of_shard[hop.shard]][1], held.get(hop.src, 0.0), held.get(hop.dst, 0.0))
         for hop in flow.hops
     ]
-    served = _serve(flow, sizes, chunks, servers, first)
+    served = serve(_event_hops(flow, plan, servers), sizes, chunks, first)
     return SimulatedRun(
         seconds=served.seconds,
         chunks=chunks,
-        transfers=tuple(served.transfers),
+        transfers=tuple(
+            Transfer(link, start, end, hop.shard, hop.stage, chunk, hop.src, hop.dst)
+            for number, start, end, hop, chunk in (
+                (number, start, end, flow.hops[one], chunk)
+                for number, start, end, one, chunk in served.services
+            )
+            for link in servers.links[number]
+        ),
         fabric=flow.fabric,
         starts=tuple((name, LAUNCH + start) for name, start in flow.lanes if start),
-        queues=tuple(served.queues),
+        queues=tuple(
+            SwitchQueue(link, count, nbytes) for link, (count, nbytes) in enumerate(served.queues) if count
+        ),
         in_flight=served.in_flight,
     )
 
@@ -221,102 +230,51 @@ def _paced(flow: Dataflow, plan: Plan, headroom: float) -> _LinkServers:
     )
 
 
-@dataclass(slots=True)
-class _EventLog:
-    """Results so far."""
+def places_of(servers: Sequence[object]) -> tuple[list[int], list[int], int]:
+    """Return the number of the server of each rank, its number there, and the most ranks of a server."""
+    number: dict[object, int] = {}
+    home = [number.setdefault(server, len(number)) for server in servers]
+    seen = [0] * len(number)
+    local = []
+    for server in home:
+        local.append(seen[server])
+        seen[server] += 1
+    return home, local, max(seen)
 
-    transfers: list[Transfer]
-    queues: list[SwitchQueue]
-    seconds: float = 0.0
-    in_flight: int = 0
 
+def _event_hops(flow: Dataflow, plan: Plan, servers: _LinkServers) -> EventHops:
+    """Return the hops of a listed plan; distances of ranks are of servers, then of GPUs in a server."""
+    hops, routes = flow.hops, starters(flow)
+    servers_of = [flow.fabric.topology.device(name).server for name in flow.fabric.ranks]
+    home, local, gpus = places_of(servers_of)
+    many = max(home) + 1
+    groups: dict[tuple[int, ...], int] = {}
 
-def _serve(
-    flow: Dataflow,
-    sizes: Sequence[float],
-    chunks: Sequence[int],
-    servers: _LinkServers,
-    first: Sequence[float],
-) -> _EventLog:
-    """Return the transfers of all chunks; ``first`` has the seconds before which a hop does not start."""
-    hops, ranks, pace = flow.hops, flow.fabric.size, servers.pace
-    done = [0] * len(hops)
-    active = [False] * len(hops)
-    routes = starters(flow)
-    idle = list(routes.wires)
-    unstarted: list[list[tuple[float, int]]] = [[] for _ in idle]
-    queue: list[list[tuple[float, int, int, int]]] = [[] for _ in pace]
-    busy = [False] * len(pace)
-    waiting = [(0, 0.0)] * len(pace)
-    largest = [(0, 0.0)] * len(pace)
-    found = _EventLog([], [])
-    moving = 0
-    now = LAUNCH
-    events: list[tuple[float, int, int, int]] = [
-        (start, _START, number, 0) for number, start in enumerate(first)
-    ]
-    heapq.heapify(events)
-    while events:
-        now, kind, number, leg = heapq.heappop(events)
-        if kind == _SERVE:
-            if not busy[number] and queue[number]:
-                _, _, served, leg = heapq.heappop(queue[number])
-                hop, size = hops[served], sizes[hops[served].shard]
-                busy[number] = True
-                if leg:
-                    waiting[number] = (waiting[number][0] - 1, waiting[number][1] - size)
-                end = now + size * pace[number]
-                found.transfers += (
-                    Transfer(link, now, end, hop.shard, hop.stage, done[served], hop.src, hop.dst)
-                    for link in servers.links[number]
-                )
-                heapq.heappush(events, (end, _DELIVER, served, leg))
-                if leg + 1 < len(servers.of_hop[served]):
-                    onward = end - size * pace[servers.of_hop[served][leg + 1]]
-                    heapq.heappush(events, (max(now, onward), _ARRIVE, served, leg + 1))
-            if waiting[number][0] > largest[number][0]:
-                largest[number] = waiting[number]
-            continue
-        if kind == _BEGIN:
-            if idle[number] and unstarted[number]:
-                idle[number] -= 1
-                _, begun = heapq.heappop(unstarted[number])
-                heapq.heappush(events, (now + hops[begun].alpha, _ARRIVE, begun, 0))
-            continue
+    def after(one: int, other: int) -> int:
+        return (home[other] - home[one]) % many * gpus + (local[other] - local[one]) % gpus
+
+    def tie(number: int) -> tuple[int, ...]:
         hop = hops[number]
-        if kind == _START:
-            chunk = done[number]
-            if active[number] or chunk == chunks[hop.shard] or now < first[number]:
-                continue
-            if all(done[before] > chunk for before in hop.waits):
-                active[number] = True
-                moving += 1
-                found.in_flight = max(found.in_flight, moving)
-                route = routes.route[number]
-                heapq.heappush(unstarted[route], (chunk / chunks[hop.shard], number))
-                heapq.heappush(events, (now, _BEGIN, route, 0))
-            continue
-        link = servers.of_hop[number][leg]
-        if kind == _ARRIVE:
-            if leg:
-                waiting[link] = (waiting[link][0] + 1, waiting[link][1] + sizes[hop.shard])
-            if leg == 0:
-                idle[routes.route[number]] += 1
-                heapq.heappush(events, (now, _BEGIN, routes.route[number], 0))
-            place = (done[number] / chunks[hop.shard], (hop.dst - hop.src) % ranks, number, leg)
-            heapq.heappush(queue[link], place)
-        else:
-            busy[link] = False
-            if leg == len(servers.of_hop[number]) - 1:
-                done[number] += 1
-                active[number] = False
-                moving -= 1
-                for candidate in (number, *flow.followers[number]):
-                    heapq.heappush(events, (now, _START, candidate, 0))
-        heapq.heappush(events, (now, _SERVE, link, 0))
-    found.seconds = now
-    found.queues = [SwitchQueue(link, count, nbytes) for link, (count, nbytes) in enumerate(largest) if count]
-    return found
+        stage = plan.shards[hop.shard].stages[hop.stage]
+        above = hop.dst if stage.op == "reduce" else hop.src
+        return after(hop.src, hop.dst), hop.stage, after(above, stage.root), hop.src, number
+
+    order = [0] * len(hops)
+    for place, number in enumerate(sorted(range(len(hops)), key=tie)):
+        order[number] = place
+    return EventHops(
+        shard=[hop.shard for hop in hops],
+        alpha=[hop.alpha for hop in hops],
+        group=[groups.setdefault(hop.waits, len(groups)) if hop.waits else -1 for hop in hops],
+        members=list(groups),
+        passes=servers.of_hop,
+        places=[(place,) * (1 + len(passed)) for place, passed in zip(order, servers.of_hop, strict=True)],
+        route=routes.route,
+        wires=routes.wires,
+        pace=servers.pace,
+        depth=depths(set(servers.of_hop), len(servers.pace)) or [0] * len(servers.pace),
+        stands=[1] * len(hops),
+    )
 
 
 def chrome_trace(run: SimulatedRun) -> str:

@@ -69,13 +69,14 @@ class KindClock:
         flow, starting = kind_dataflow(self.plan)
         if not self.late:
             return pipeline(flow, starting)
-        check_late(self.late, self.plan.size)
         classes, _ = self.plan.sample.link_classes(flow.fabric.links)
-        return pipeline(flow, starting, late=self._late_of_sample(), link_classes=classes)
+        return pipeline(flow, starting, late=self.late_of_sample, link_classes=classes)
 
-    def _late_of_sample(self) -> dict[int, float]:
-        """Return the seconds by which ranks of the sample come late, each for those of all equivalent servers."""
+    @cached_property
+    def late_of_sample(self) -> dict[int, float]:
+        """The seconds by which ranks of the sample come late, each for those of all equivalent servers."""
         plan = self.plan
+        check_late(self.late or {}, plan.size)
         home = plan.sample.servers_of(plan.fabric.ranks)
         alike: dict[tuple[int, int], float] = {}
         for rank, seconds in (self.late or {}).items():

@@ -10,7 +10,7 @@ with their number. `PlanByKind.listed` returns the same plan with all devices an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -236,6 +236,15 @@ class PlanByKind:
         words = ", ".join(f"{number:,} links {src} to {dst}" for (src, dst), number in parts.items())
         return f"the bottleneck is {words}"
 
+    @property
+    def listed_rotations(self) -> tuple[Callable[[str], str], ...] | None:
+        """The permutations of device names that the list has as symmetries; None if it has all trees."""
+        symmetric = all(
+            isinstance(one, TorusTemplate) or (isinstance(one, KindTemplate) and one.shifts == 1)
+            for one in self.templates
+        )
+        return self.cluster.rotations() if symmetric and self.collective != ALL_TO_ALL else None
+
     def listed(self) -> Plan:
         """Return the plan with all devices, and all trees or paths, of the cluster.
 
@@ -244,11 +253,7 @@ class PlanByKind:
         """
         of_paths = self.collective == ALL_TO_ALL
         images = [self.images(template) for template in self.templates]
-        symmetric = all(
-            isinstance(one, TorusTemplate) or (isinstance(one, KindTemplate) and one.shifts == 1)
-            for one in self.templates
-        )
-        rotations = self.cluster.rotations() if symmetric and not of_paths else None
+        rotations = self.listed_rotations
         listed = [one.count if rotations is None else 1 for one in images]
         edges = sum(count * one.edges for count, one in zip(listed, images, strict=True))
         if edges > MOST_LISTED_EDGES or self.size > MOST_LISTED_GPUS:

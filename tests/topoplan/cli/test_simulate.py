@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+import topoplan
 from tests.support.checkout import Done
 from tests.topoplan.cli.conftest import Told
 from topoplan.cli.output import DEFAULT_LINES
+from topoplan.model.event_simulation import run_events
 
 STAGE: dict[str, Any] = {"iterations": 10, "compute": 2.0, "bytes": {"leaf0": 1e9}}
 JOBS: dict[str, Any] = {
@@ -101,3 +103,21 @@ def test_many_jobs_are_folded(done: Done) -> None:
     assert lines[-3].startswith("… and ")
     whole = done("simulate - --policy fifo,fair --all", stdin=jobs)
     assert whole.count("\nfifo ") == whole.count("\nfair ") == 31
+
+
+def test_times_by_events_stand_beside_those_of_the_plan(done: Done, told: Told, tmp_path: Path) -> None:
+    """A plan by kind has the events of its list; --late shifts them."""
+    small = topoplan.cluster_by_kind([topoplan.Server("dgx-h100", [0, 1], count=3)], nic_gbps=400)
+    plan = topoplan.plan_by_kind(small, "allgather")
+    (tmp_path / "kinds.json").write_text(plan.to_json())
+    (tmp_path / "list.json").write_text(plan.listed().to_json())
+    asked = "--sizes 64KB,64MB --events"
+    kinds = told(f"simulate {tmp_path}/kinds.json {asked}")["times"]
+    by_events = [one["time"] for one in kinds if one["schedule"] == "plan, by events"]
+    listed = told(f"simulate {tmp_path}/list.json {asked}")["events"]
+    assert [one["time"] for one in listed] == by_events
+    assert by_events[1] == pytest.approx(run_events(plan.listed(), nbytes=64 << 20).seconds * 1e6)
+    late = told(f"simulate {tmp_path}/kinds.json {asked} --late 3=0.5")["times"]
+    assert [one["time"] > 5e5 for one in late] == [True] * 4
+    head = next(line for line in done(f"simulate dgx-2 {asked}").splitlines() if line.startswith("size"))
+    assert "busbw  events us" in head

@@ -1,0 +1,139 @@
+"""Events of plans by kind: those of the list, bit for bit, a star's known answer, late ranks, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import topoplan
+from tests.support.kind_clusters import plan_of_groups, plan_of_three_levels, random_plan
+from topoplan import PlanByKind, Server, UsageError
+from topoplan.model import event_orbits
+from topoplan.model.dataflow import LAUNCH, START_UP
+from topoplan.model.event_engine import depths
+from topoplan.model.event_orbits import EventOrbits
+from topoplan.model.event_simulation import run_events
+
+
+def plan_of(
+    servers: int, collective: str = "allreduce", *, gpus: int | None = 2, rate: float = 400, **options: Any
+) -> PlanByKind:
+    kind = Server("dgx-h100", None if gpus is None else list(range(gpus)), count=servers)
+    return topoplan.plan_by_kind(topoplan.cluster_by_kind([kind], nic_gbps=rate, **options), collective)
+
+
+def agree(plan: PlanByKind, sizes: tuple[int, ...], late: dict[int, float] | None = None) -> EventOrbits:
+    """Compare with the list: seconds, chunks in flight and the longest queue are equal."""
+    orbits, listed, every = EventOrbits(plan, late), plan.listed(), {}
+    if late:
+        places = [plan.cluster.server_of(rank) for rank in range(plan.size)]
+        kinds = [(plan.cluster.place(server).cell, gpu) for server, gpu in places]
+        every = {one: late[rank] for rank in late for one, kind in enumerate(kinds) if kind == kinds[rank]}
+    for size in sizes:
+        found, run = orbits.run(size), run_events(listed, nbytes=size, late=every)
+        assert found.seconds == run.seconds
+        assert found.in_flight == run.in_flight
+        assert max(count for count, _ in found.queues) == max((one.chunks for one in run.queues), default=0)
+    return orbits
+
+
+NETWORKS: dict[str, tuple[int, dict[str, Any]]] = {
+    "switch": (7, {}),
+    "shared-nics": (5, {"nics": 1}),
+    "rails": (6, {"network": "rail-optimised", "nic_access": "direct"}),
+    "fat-tree": (8, {"network": "fat-tree", "leaf_size": 2, "oversubscription": 2}),
+    "odd-leaf": (7, {"network": "fat-tree", "leaf_size": 3, "oversubscription": 2}),
+    "three-levels": (
+        8,
+        {
+            "network": "fat-tree",
+            "leaf_size": 2,
+            "pod_size": 2,
+            "oversubscription": 2,
+            "pod_oversubscription": 2,
+        },
+    ),
+    "dragonfly": (6, {"network": "dragonfly", "group_size": 2, "global_gbps": 100}),
+}
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter", "broadcast"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_events_are_those_of_the_list(network: str, collective: str) -> None:
+    servers, options = NETWORKS[network]
+    agree(plan_of(servers, collective, **options), (1_000, 100_000_000))
+
+
+def test_events_do_not_depend_on_the_order_of_the_shards() -> None:
+    plan = plan_of(5).listed()
+    turned = replace(plan, shards=tuple(plan.shards)[::-1])
+    assert run_events(turned, nbytes=10**8).seconds == run_events(plan, nbytes=10**8).seconds
+
+
+def test_equal_servers_are_a_few_orbits() -> None:
+    """The 8 GPUs of a server, and 24 servers, are one: hops to 23 servers and 7 GPUs, up and down, of 8 x 24 trees."""
+    plan = plan_of(24, gpus=None)
+    hops = EventOrbits(plan).hops
+    assert sum(hops.stands) == 2 * 192 * 191
+    assert len(hops.stands) == 2 * 191
+    assert set(hops.stands) == {192}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", [1, 3, 9, 12, 20, 26, 35, 37, 47, 60])
+@pytest.mark.parametrize("make", [random_plan, plan_of_three_levels, plan_of_groups])
+def test_random_clusters_have_the_events_of_the_list(make: Any, seed: int) -> None:
+    plan = make(seed, most=30)
+    if plan is None:
+        return
+    rng = random.Random(seed)
+    agree(
+        plan, (1_000, 1_000_000), {rng.randrange(plan.size): 10 ** rng.uniform(-6, -2)} if seed % 2 else None
+    )
+
+
+@pytest.mark.parametrize("servers", [5, 1_250])
+def test_time_of_a_star_is_that_of_its_bytes(servers: int) -> None:
+    """Servers of one GPU that send to all others in turn: all NICs are busy until the end, after one start-up."""
+    plan = plan_of(servers, "allgather", gpus=1, nic_access="direct", nics=1)
+    seconds = EventOrbits(plan).run(10**9, 10**9).seconds
+    assert seconds == pytest.approx(LAUNCH + START_UP["network"] + (servers - 1) / servers / 50, rel=1e-9)
+
+
+def test_late_ranks_of_all_servers_shift_the_events() -> None:
+    plan = plan_of(6)
+    late = {3: 0.01}
+    agree(plan, (1_000, 10_000_000), late)
+    assert EventOrbits(plan, late).run(1_000).seconds > 0.01
+    with pytest.raises(UsageError, match="a late rank must be 0 to 11, got 12"):
+        EventOrbits(plan, {12: 0.1}).run(1)
+
+
+def test_links_that_all_servers_share_are_refused() -> None:
+    """Rails joined by a spine that trees pass: no rotation moves its links."""
+    plan = random_plan(46, most=40)
+    assert plan is not None
+    with pytest.raises(UsageError, match="trees of all servers share the link rail0->spine0"):
+        EventOrbits(plan).run(1)
+
+
+def test_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="nbytes must be 1 or more, got 0"):
+        EventOrbits(plan_of(2)).run(0)
+    with pytest.raises(UsageError, match="paths and of a torus need the list"):
+        EventOrbits(plan_of(2, "alltoall")).run(1)
+    monkeypatch.setattr(event_orbits, "MOST_HOPS", 99)
+    with pytest.raises(UsageError, match="have 124 hops, more than 99"):
+        EventOrbits(plan_of(16)).run(1)
+    monkeypatch.undo()
+    monkeypatch.setattr(event_orbits, "MAX_TRANSFERS", 99)
+    with pytest.raises(UsageError, match="must be at most 99, got "):
+        EventOrbits(plan_of(16)).run(10**10)
+
+
+def test_depth_is_the_longest_chain_before_a_server() -> None:
+    assert depths([(0, 1, 3), (0, 2), (2, 3)], 4) == [0, 1, 1, 2]
+    assert depths([(0, 1), (1, 0)], 2) == []
