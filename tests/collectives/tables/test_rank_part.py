@@ -124,6 +124,16 @@ def test_parts_beside_a_smaller_last_leaf_are_rows_of_the_listed_form(network: d
         assert same_rows(plan, range(0, plan.size, 7), plan.size * 64, plan.size * 64) > 0
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("collective", ["allgather", "reduce_scatter"])
+def test_parts_of_groups_without_a_link_are_rows_of_the_listed_form(collective: str) -> None:
+    cluster = cluster_by_kind(
+        [Server("v100x4", count=8)], nic_gbps=100, network="dragonfly", group_size=2, global_gbps=40
+    )
+    plan = plan_by_kind(cluster.with_faults(without_links=["group0->group3"]), collective)
+    assert same_rows(plan, range(0, plan.size, 5), plan.size * 64, plan.size * 64) > 0
+
+
 @pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize(

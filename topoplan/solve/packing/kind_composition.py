@@ -68,14 +68,15 @@ class KindPacking(TreeProgram):
             return self._with_fewer_trees(plan, root, few[0].rate)
         self.stars.most_images = None
         more, proof = self.best(root)
-        best = few[0] if few is not None and few[0].rate >= more.rate else more
-        return self._with_fewer_trees(proof.bare.with_templates(self.templates(best)), root, best.rate)
+        if few is None or few[0].rate < more.rate:
+            return proof.bare.with_templates(self.templates(more))
+        return self._with_fewer_trees(proof.bare.with_templates(self.templates(few[0])), root, few[0].rate)
 
     def _with_fewer_trees(self, plan: PlanByKind, root: int | None, rate: Fraction) -> PlanByKind:
         """Return a plan of the same rate and bound in which all roots are centres, or the plan itself.
 
-        It is looked for if a plan has more trees than `MANY_TREES` for each GPU. It must have fewer trees, in a smaller
-        file, and not be higher.
+        It is looked for if a plan of trees with as many images as servers has more of them than `MANY_TREES` for each
+        GPU. It must have fewer trees, in a smaller file, and not be higher.
         """
         if plan.collective == "allreduce" or plan.num_trees <= MANY_TREES * plan.size:
             return plan
