@@ -20,7 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.tables.lowering import PlanKey, aligned_chunk, check_lengths, chunk_rows
-from collectives.tables.template_part import EdgeRows, Flags, Numbers, RowKinds, TemplatePart, first_ranks
+from collectives.tables.template_part import (
+    EdgeRows,
+    Flags,
+    Numbers,
+    RolePlaces,
+    RowKinds,
+    TemplatePart,
+    first_ranks,
+)
 from collectives.tables.torus_rank_part import TorusTemplatePart
 from collectives.tables.transfer_table import OneRankOnly, TransferTable
 from topoplan.errors import UsageError
@@ -188,13 +196,17 @@ def rank_part(plan: PlanByKind, rank: int) -> RankPart:
         )
     places = first_ranks(plan.cluster)
     finders: list[TemplatePart | TorusTemplatePart] = []
+    of_roles: dict[tuple[object, ...], RolePlaces] = {}
     for template in plan.templates:
         if isinstance(template, (KindPath, TorusPaths)):
             raise UsageError("an all_to_all by kind cannot be lowered for a rank; list it")
         if isinstance(template, TorusTemplate):
             finders.append(TorusTemplatePart(plan, template, rank))
         else:
-            finders.append(TemplatePart(plan, template, places, rank))
+            roles = (template.root, template.centre, template.entries, template.shifts, template.pod_entries)
+            if roles not in of_roles:
+                of_roles[roles] = RolePlaces(plan, template, places, rank)
+            finders.append(TemplatePart(plan, template, of_roles[roles], rank))
     position, steps, unit = _shard_order(plan, finders)
     kinds = RowKinds(max(len(template.stages) for template in plan.templates), len(plan.channels))
     pieces: dict[tuple[int, bool], list[EdgeRows]] = {}

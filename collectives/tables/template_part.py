@@ -141,49 +141,29 @@ class RowKinds(NamedTuple):
 
 
 class TemplatePart:
-    """Rows of one rank in the images of one template."""
+    """Rows of one rank in the images of one template, whose roles have ``places``."""
 
-    def __init__(self, plan: PlanByKind, template: KindTemplate, first: list[Numbers], rank: int) -> None:
-        self.template, self.sample, self.channels = template, plan.sample, plan.channels
-        self.first, self.rank = first, rank
-        self.count = image_count(plan.sample, template)
-        self.stands = represented(plan.sample, template)
-        cluster = plan.cluster
-        self.cells, self.places = cluster.cells, plan.sample.places
+    def __init__(self, plan: PlanByKind, template: KindTemplate, places: RolePlaces, rank: int) -> None:
+        self.template, self.places, self.channels, self.rank = template, places, plan.channels, rank
+        self.count = places.count
         self.home = plan.sample.servers_of(plan.fabric.ranks)
         self.local = local_numbers(self.home)
-        server, self.gpu = cluster.server_of(rank)
-        self.place = cluster.place(server)
-        # Leaf and position of the root, the centre, and (the leaf counted in its pod) the entries, of every image.
-        number = np.arange(self.count, dtype=np.int64)
-        cell = self.cells[self.places[template.root].cell]
-        self.leaf, self.position = np.divmod(number // template.shifts, cell.count)
-        self.centre_leaf, self.centre_position = centre_of(
-            plan.sample, template, self.leaf, self.position, number
-        )
-        self.groups = leaf_groups(plan.sample, template)
-        self.entered = {
-            entry: entry_of(plan.sample, template, entry, self.leaf, self.position, number)
-            for entry in template.entries
-        }
+        self.gpu = rank - places.own
 
     def owners(self, collective: str) -> Numbers:
         """Return the rank by which the images are ordered."""
         stage = self.template.stages[-1 if collective == "reduce_scatter" else 0]
-        every = np.arange(self.count)
-        leaf, position = self.lowest(self.home[stage.root], every, _ANYWHERE)
-        return self.first[self.places[self.home[stage.root]].cell][leaf, position] + self.local[stage.root]
+        return self.places.roots + self.local[stage.root]
 
     def rows(self, shard: NDArray[np.int32], kinds: RowKinds) -> Iterator[EdgeRows]:
         """Yield the rows of each edge, given the shard of every image."""
         written: set[int] = set()
-        images = self.images_of_roles
         for number, stage in enumerate(self.template.stages):
             parents = {edge.parent for edge in stage.edges}
             for edge in stage.edges:
                 up = stage.op == "reduce"
                 parent_fresh = edge.parent not in written and (up or edge.parent == stage.root)
-                for image, peer, is_child, lowest in self.ends(stage, edge, images, up and parent_fresh):
+                for image, peer, is_child, lowest in self.ends(stage, edge, ordered=up and parent_fresh):
                     yield kinds.of_edge(
                         shard[image],
                         peer,
@@ -196,8 +176,69 @@ class TemplatePart:
                     )
             written |= parents if stage.op == "reduce" else {edge.child for edge in stage.edges}
 
+    def ends(
+        self, stage: Stage, edge: Edge, *, ordered: bool
+    ) -> Iterator[tuple[Numbers, Numbers | int, bool, Flags | bool]]:
+        """Yield image, other end, whether the rank is the child, and whether it is the lowest child of its parent.
+
+        The last is looked up only if ``ordered`` and only for the rank's own parent.
+        """
+        places, above, below = self.places, self.home[edge.parent], self.home[edge.child]
+        if above != below and places.stands[above] > 1 and above not in self.template.marked:
+            raise PlanError("a server without a role of its own sends to another server")
+        if self.local[edge.child] == self.gpu and len(image := places.images.get(below, _NONE)):
+            lowest: Flags | bool = True
+            if ordered:
+                for other in stage.edges:
+                    if other.parent == edge.parent:
+                        child = places.lowest_below(above, below, self.home[other.child])
+                        lowest = lowest & (child + self.local[other.child] >= self.rank)
+            yield image, places.above(above, below) + self.local[edge.parent], True, lowest
+        if self.local[edge.parent] == self.gpu and len(image := places.images.get(above, _NONE)):
+            if above == below:
+                yield image, places.own + self.local[edge.child], False, True
+                return
+            which, first = places.below(above, below)
+            yield image[which], first + self.local[edge.child], False, True
+
+
+class RolePlaces:
+    """Places of the servers with roles of a template in all its images, as seen from the server of a rank.
+
+    Templates that differ in the GPUs of their edges alone have the same places. Servers are returned as their first
+    ranks; ``own`` is that of the rank's server.
+    """
+
+    def __init__(self, plan: PlanByKind, template: KindTemplate, first: list[Numbers], rank: int) -> None:
+        self.template, self.sample, self.first = template, plan.sample, first
+        self.count = image_count(plan.sample, template)
+        self.stands = represented(plan.sample, template)
+        cluster = plan.cluster
+        self.cells, self.places = cluster.cells, plan.sample.places
+        server, gpu = cluster.server_of(rank)
+        self.place, self.own = cluster.place(server), rank - gpu
+        # Leaf and position of the root, the centre, and (the leaf counted in its pod) the entries, of every image.
+        number = np.arange(self.count, dtype=np.int64)
+        cell = self.cells[self.places[template.root].cell]
+        self.leaf, self.position = np.divmod(number // template.shifts, cell.count)
+        self.centre_leaf, self.centre_position = centre_of(
+            plan.sample, template, self.leaf, self.position, number
+        )
+        self.groups = leaf_groups(plan.sample, template)
+        self.entered = {
+            entry: entry_of(plan.sample, template, entry, self.leaf, self.position, number)
+            for entry in template.entries
+        }
+        self._above: dict[tuple[int, int], tuple[Numbers, Numbers]] = {}
+        self._lowest: dict[tuple[int, int, int], Numbers] = {}
+
     @cached_property
-    def images_of_roles(self) -> dict[int, Numbers]:
+    def roots(self) -> Numbers:
+        """The root's server of every image."""
+        return self.first[self.places[self.template.root].cell][self.leaf, self.position]
+
+    @cached_property
+    def images(self) -> dict[int, Numbers]:
         """The images in which the rank's server is one of those for which each server of the sample stands."""
         every = np.arange(self.count)
         leaf, position = (np.full(self.count, value) for value in (self.place.leaf, self.place.position))
@@ -207,47 +248,36 @@ class TemplatePart:
             if self.places[server].cell == self.place.cell
         }
 
-    def ends(
-        self, stage: Stage, edge: Edge, images: dict[int, Numbers], ordered: bool
-    ) -> Iterator[tuple[Numbers, Numbers | int, bool, Flags | bool]]:
-        """Yield image, other end, whether the rank is the child, and whether it is the lowest child of its parent.
+    def above(self, above: int, below: int) -> Numbers:
+        """Return the server above the rank's in the images in which that is ``below``."""
+        leaf, position = self._one_above(above, below)
+        return self.first[self.places[above].cell][leaf, position]
 
-        The last is looked up only if ``ordered`` and only for the rank's own parent.
-        """
-        above, below = self.home[edge.parent], self.home[edge.child]
-        if above != below and self.stands[above] > 1 and above not in self.template.marked:
-            raise PlanError("a server without a role of its own sends to another server")
-        if self.local[edge.child] == self.gpu and len(image := images.get(below, _NONE)):
-            leaf, position = self.one_above(above, below, image)
-            parent = self.first[self.places[above].cell][leaf, position] + self.local[edge.parent]
-            lowest: Flags | bool = True
-            if ordered:
-                for other in stage.edges:
-                    if other.parent == edge.parent:
-                        lowest = lowest & (self.lowest_child(other, above, below, image) >= self.rank)
-            yield image, parent, True, lowest
-        if self.local[edge.parent] == self.gpu and len(image := images.get(above, _NONE)):
-            if above == below:
-                yield image, self.rank - self.gpu + self.local[edge.child], False, True
-                return
-            reach = self.reach(above, below, above, self.place.leaf)
-            which, leaf, position = self.members(below, image, reach)
-            child = self.first[self.places[below].cell][leaf, position] + self.local[edge.child]
-            yield image[which], child, False, True
-
-    def one_above(self, above: int, below: int, image: Numbers) -> tuple[Numbers, Numbers]:
+    def _one_above(self, above: int, below: int) -> tuple[Numbers, Numbers]:
         """Return leaf and position of the server above the rank's."""
-        if above == below:
-            return np.full(len(image), self.place.leaf), np.full(len(image), self.place.position)
-        return self.lowest(above, image, self.reach(above, below, below, self.place.leaf))
+        if (above, below) not in self._above:
+            image = self.images[below]
+            self._above[above, below] = (
+                (np.full(len(image), self.place.leaf), np.full(len(image), self.place.position))
+                if above == below
+                else self.lowest(above, image, self.reach(above, below, below, self.place.leaf))
+            )
+        return self._above[above, below]
 
-    def lowest_child(self, edge: Edge, above: int, below: int, image: Numbers) -> Numbers:
-        """Return the lowest child that an edge from the parent of the rank stands for."""
-        server = self.home[edge.child]
-        leaf, position = self.one_above(above, below, image)
-        if server != above:
-            leaf, position = self.lowest(server, image, self.reach(above, server, above, leaf))
-        return self.first[self.places[server].cell][leaf, position] + self.local[edge.child]
+    def lowest_below(self, above: int, below: int, other: int) -> Numbers:
+        """Return the lowest server for which ``other`` stands below that above the rank's."""
+        if (above, below, other) not in self._lowest:
+            leaf, position = self._one_above(above, below)
+            if other != above:
+                leaf, position = self.lowest(other, self.images[below], self.reach(above, other, above, leaf))
+            self._lowest[above, below, other] = self.first[self.places[other].cell][leaf, position]
+        return self._lowest[above, below, other]
+
+    def below(self, above: int, below: int) -> tuple[NDArray[np.intp], Numbers]:
+        """Return the servers below the rank's where that is ``above``: index into its images, and the server."""
+        reach = self.reach(above, below, above, self.place.leaf)
+        which, leaf, position = self.members(below, self.images[above], reach)
+        return which, self.first[self.places[below].cell][leaf, position]
 
     def reach(self, above: int, below: int, known: int, leaf: Numbers | int) -> _Reach:
         """Return where the other end of an edge between two servers is, given the leaf of the known one.

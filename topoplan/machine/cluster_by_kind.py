@@ -16,7 +16,9 @@ classes of its ends. In a torus every route joins two GPUs of one server, or of 
 it to one of server 0.
 
 Faults make a server a kind of its own (`topoplan.machine.faults_by_kind`), and a leaf with a slow uplink a class of its
-own. A server that has lost all GPUs keeps its number, and is in no cell.
+own, as are both groups of a dragonfly whose link is slow or missing. All other pairs of groups are joined, so a
+shortest route between the two still passes at most one third group of each class. A server that has lost all GPUs
+keeps its number, and is in no cell.
 """
 
 from __future__ import annotations
@@ -89,8 +91,9 @@ class ClusterByKind:
 
     ``kinds`` are wired servers, and ``runs`` are (kind, number of servers) in the order of the servers' numbers.
     ``nics`` are those of the server with most; ``latency`` is in seconds, for the wires of NICs. ``uplinks`` are leaves
-    or rails whose links with the spine faults have changed: switch, GB/s up and down. UsageError for no server, more
-    than `MOST_SERVERS`, or no GPU.
+    or rails whose links with the spine faults have changed: switch, GB/s up and down. ``global_links`` are links of a
+    dragonfly that they have changed: numbers of two groups, GB/s to the second and back, 0 without a link. UsageError
+    for no server, more than `MOST_SERVERS`, or no GPU.
     """
 
     name: str
@@ -102,6 +105,7 @@ class ClusterByKind:
     notes: tuple[str, ...] = ()
     source: str = ""
     uplinks: tuple[tuple[str, float, float], ...] = ()
+    global_links: tuple[tuple[int, int, float, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.servers <= MOST_SERVERS:
@@ -120,6 +124,14 @@ class ClusterByKind:
                 raise UsageError(
                     f"group{number} must have a GPU, got none; leave one, or plan the listed cluster (--listed)"
                 )
+        pairs = [(one, other) for one, other, *_ in self.global_links]
+        last = len(self.leaves) if self.network.group_size else 0
+        wrong = next((pair for pair in pairs if not 0 <= pair[0] < pair[1] < last), None)
+        if wrong is not None or len(set(pairs)) < len(pairs):
+            raise UsageError(
+                f"global links must be of two groups each, the lower first and below {last}, and each pair once, got "
+                f"{pairs if wrong is None else wrong}"[:200]
+            )
 
     @cached_property
     def servers(self) -> int:
@@ -173,7 +185,8 @@ class ClusterByKind:
     @cached_property
     def _classes(self) -> dict[tuple[object, ...], list[int]]:
         """The leaves of each class, by changed uplinks, the numbers of servers of each kind, and the pod's class."""
-        changed = {switch: rates for switch, *rates in self.uplinks}
+        changed: dict[str, list[float]] = {switch: rates for switch, *rates in self.uplinks}
+        changed |= {f"leaf{group}": [group] for one, other, *_ in self.global_links for group in (one, other)}
         own: list[tuple[object, tuple[tuple[int, int], ...]]] = []
         for number, runs in enumerate(self.leaves):
             counts = Counter[int]()
@@ -452,6 +465,9 @@ class ClusterByKind:
         above = self.network.above
         rates = {(switch, above(switch)): up for switch, up, _ in self.uplinks}
         rates |= {(above(switch), switch): back for switch, _, back in self.uplinks}
+        for one, other, out, back in self.global_links:
+            ends = f"group{one}", f"group{other}"
+            rates |= {ends: out, ends[::-1]: back}
         wires = [
             replace(link, bandwidth=rates.get((link.src, link.dst), link.bandwidth))
             for link in wires
@@ -630,7 +646,7 @@ class ClusterSample:
     def links_between(self, src: tuple[object, ...], dst: tuple[object, ...]) -> int:
         """Return the number of links of the cluster from devices of one class to those of another that they join.
 
-        Any two groups of a dragonfly are joined.
+        Any two groups of a dragonfly are joined, if they are of one class or of classes that a link joins.
         """
         if src[0] == dst[0] == "leaf":
             return self.count(src) * (self.count(dst) - (src == dst))

@@ -5,7 +5,8 @@ with the uplinks of the whole, and one server for all others of its run in the s
 `topoplan.machine.variants` degrade this topology. What is then missing at a server that stands for others, such as a
 port on a switch that is taken out, is missing at all of them.
 
-Uplinks stay as fast as the network was built; a port without a link keeps its former rates for them.
+Uplinks stay as fast as the network was built; a port without a link keeps its former rates for them. Both groups of a
+dragonfly whose link is slow or missing are listed, and each becomes a class of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from topoplan.errors import UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind
@@ -112,6 +114,7 @@ def with_faults(
         runs=tuple((used[kind], count) for kind, count in runs),
         notes=left.notes,
         uplinks=_uplinks_after(cluster, part.topology, left),
+        global_links=_global_links_after(cluster, part.topology, left),
     )
 
 
@@ -195,17 +198,8 @@ def _merged(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 def _uplinks_after(
     cluster: ClusterByKind, before: Topology, left: Topology
 ) -> tuple[tuple[str, float, float], ...]:
-    """Return the uplinks that faults have changed; UsageError for a leaf that has lost one, or a link of two groups."""
+    """Return the uplinks that faults have changed; UsageError for a leaf that has lost one."""
     rate, rest = ({(link.src, link.dst): link.bandwidth for link in one.links} for one in (before, left))
-    between = (
-        [ends for ends in rate if not any("." in end for end in ends)] if cluster.network.group_size else []
-    )
-    slower = next((ends for ends in between if rest.get(ends) != rate[ends]), None)
-    if slower is not None:
-        raise UsageError(
-            f"the link {'-'.join(slower)} must be as fast as those of all other groups, got {rest.get(slower, 0):g} in "
-            f"place of {rate[slower]:g} GB/s; plan the listed cluster (--listed)"
-        )
     changed = {switch: (up, back) for switch, up, back in cluster.uplinks}
     above = cluster.network.above
     uplinks = {
@@ -227,3 +221,39 @@ def _uplinks_after(
                 "leave them in, or take out the GPUs of its servers alone"
             )
     return tuple((switch, *rates) for switch, rates in sorted(changed.items()))
+
+
+def _global_links_after(
+    cluster: ClusterByKind, before: Topology, left: Topology
+) -> tuple[tuple[int, int, float, float], ...]:
+    """Return the links between groups that faults have changed; UsageError if they do not join all groups any more."""
+    if not cluster.network.group_size:
+        return ()
+    changed = {(one, other): (out, back) for one, other, out, back in cluster.global_links}
+    rate, rest = ({(link.src, link.dst): link.bandwidth for link in one.links} for one in (before, left))
+    groups = sorted(int(found[1]) for device in before.devices if (found := _LEAF.fullmatch(device.name)))
+    for one, other in combinations(groups, 2):
+        ends = f"group{one}", f"group{other}"
+        ways = (ends, ends[::-1])
+        out, back = (rest.get(way, 0.0) for way in ways)
+        if [out, back] != [rate.get(way, 0.0) for way in ways]:
+            changed[one, other] = out, back
+    _check_joined(changed, len(cluster.leaves))
+    return tuple((*pair, *rates) for pair, rates in sorted(changed.items()))
+
+
+def _check_joined(changed: Mapping[tuple[int, int], tuple[float, float]], groups: int) -> None:
+    """Raise UsageError unless each of so many groups reaches every other; links that are not changed join two."""
+    missing = {pair for pair, (out, _) in changed.items() if not out}
+    missing |= {(other, one) for (one, other), (_, back) in changed.items() if not back}
+    for way, cut in (("from", missing), ("to", {(other, one) for one, other in missing})):
+        rest, reached = set(range(1, groups)), [0]
+        while reached and rest:
+            near = reached.pop()
+            found = {other for other in rest if (near, other) not in cut}
+            rest -= found
+            reached += sorted(found)
+        if rest:
+            raise UsageError(
+                f"group{min(rest)} must have a way {way} group0 after the faults, got none; leave one of its links in"
+            )

@@ -333,8 +333,11 @@ class RoleImages:
         beyond = self.middle.leaf_class != self.home.leaf_class
         if self.sample.groups and not same:
             # The centre is in the parent's group for one digit of each group of the root.
-            digit = np.array([parent.leaf]) if beyond else np.arange(self.turns)
-            groups = np.arange(self.home.leaves) if beyond else (parent.leaf - 1 - digit) % self.home.leaves
+            if beyond:
+                turns = np.arange(parent.position, self.home.leaves * self.block, self.middle.count)
+                return turns * self.turns + parent.leaf
+            digit = np.arange(self.turns)
+            groups = (parent.leaf - 1 - digit) % self.home.leaves
             found: Indices = (groups[:, None] * self.block + self._offsets(parent, 0)) * self.turns
             return (found + digit[:, None]).ravel()
         if beyond:
@@ -420,7 +423,7 @@ class RoleImages:
         passing: Indices | int = 0
         if self.near is not None and sample.places[self.near].cell == cell:
             follows = cell == sample.places[roles.root].cell
-            turn = root[1] + 1 if follows else number // self.turns % self.block
+            turn = root[1] + 1 if follows else number // self.turns
             passing = at_place((root[0], turn % own.count), kept=True)
         if roles.child == self.near:
             return np.broadcast_to(passing, leaf.shape)
@@ -488,7 +491,7 @@ class RoleImages:
             one for one in self.far if one not in roles.pod_entries and self.groups.alike(one, roles.child)
         ]
         if any(sample.places[one].cell == cell for one in far):
-            turn = number // self.turns % self.block % count
+            turn = number // self.turns % count
             entered = images(turn, position, count)
             if entry is not None:
                 entered = entered - images(beside * count + turn, within * count + position, size * count)

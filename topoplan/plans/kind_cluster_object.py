@@ -62,6 +62,7 @@ def cluster_object(cluster: ClusterByKind) -> dict[str, object]:
             "kind": network.kind,
             **{key: value for key, value in stated.items() if value is not None},
             **({"uplinks": [list(row) for row in cluster.uplinks]} if cluster.uplinks else {}),
+            **({"global_links": [list(row) for row in cluster.global_links]} if cluster.global_links else {}),
         },
     }
 
@@ -113,7 +114,9 @@ def cluster_from_object(item: object) -> ClusterByKind:
         counts = ("rails", "leaf_size", "pod_size", "group_size")
         ratios = ("oversubscription", "pod_oversubscription", "global_gbps")
         lists = ("sides", "dimension_nics")
-        check_known(network, ("kind", *counts, *ratios, *lists, "uplinks"), "cluster: network")
+        check_known(
+            network, ("kind", *counts, *ratios, *lists, "uplinks", "global_links"), "cluster: network"
+        )
         stated: dict[str, Any] = {
             key: (read_whole if key in counts else read_number)(network[key], f"cluster: {key}")
             for key in (*counts, *ratios)
@@ -135,6 +138,10 @@ def cluster_from_object(item: object) -> ClusterByKind:
             source=read_text(value.get("source", ""), "cluster: source"),
             uplinks=tuple(
                 _read_uplink(row) for row in read_list(network.get("uplinks", []), "cluster: uplinks")
+            ),
+            global_links=tuple(
+                _read_global_link(row)
+                for row in read_list(network.get("global_links", []), "cluster: global links")
             ),
         )
     except (TopologyError, UsageError) as error:
@@ -176,3 +183,14 @@ def _read_uplink(item: object) -> tuple[str, float, float]:
         raise PlanError(f"cluster: an uplink must be [switch, GB/s up, GB/s down], got {row!r}"[:200])
     up, back = (_read_rate(one, "cluster: rate of an uplink") for one in row[1:])
     return read_text(row[0], "cluster: switch of an uplink"), up, back
+
+
+def _read_global_link(item: object) -> tuple[int, int, float, float]:
+    row = read_list(item, "cluster: a global link")
+    if len(row) != 4:
+        raise PlanError(
+            f"cluster: a global link must be [group, other group, GB/s to it, GB/s back], got {row!r}"[:200]
+        )
+    one, other = (read_whole(group, "cluster: group of a global link") for group in row[:2])
+    out, back = (_read_rate(rate, "cluster: rate of a global link") for rate in row[2:])
+    return one, other, out, back

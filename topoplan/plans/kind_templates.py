@@ -10,24 +10,24 @@ the entry of the pod, or in any other leaf of a class, in the root's pod, in the
 class.
 
 The images of a template have numbers x = i S + s, where server i of the root's cell is the root (leaf by leaf), s is
-from 0 to S - 1, and S are the template's *shifts*. With q = x mod (c S), where c is the cell's servers in a leaf:
+from 0 to S - 1, and S are the template's *shifts*. With position p of the root, and c servers of its cell in a leaf:
 
 - A centre in the root's cell and leaf follows the root: position p + 1 mod c. In another cell of the leaf it has
-  position q mod its count. In another leaf of the class it is in the next leaf of the pod, or in the same leaf of the
-  next pod, at the root's position if its cell is the root's and at q mod its count else. In another class it is server
+  position x mod its count. In another leaf of the class it is in the next leaf of the pod, or in the same leaf of the
+  next pod, at the root's position if its cell is the root's and at x mod its count else. In another class it is server
   x mod the cell's servers; the two classes of leaves must then be of different classes of pods, or of one pod.
-- An entry of a leaf has position q mod its count in every leaf that it stands for. One of the root's cell, in the
+- An entry of a leaf has position x mod its count in every leaf that it stands for. One of the root's cell, in the
   root's leaf, follows the root: position p + 1 mod c.
 - An entry of a pod in the root's leaf is placed as that of the leaf. In another leaf of the class, in the root's pod,
-  it is in the next leaf, at the root's position if its cell is the root's and at q mod its count else. In every other
+  it is in the next leaf, at the root's position if its cell is the root's and at x mod its count else. In every other
   pod, and leaf class, it is server x mod its cell's servers in a pod.
 
 In a dragonfly, whose groups are leaves without pods, the links between two classes of groups must have both ends
 equally often too. So a centre outside the root's group is in every other group equally often for each group of the
 root: the lowest digit of x, of radix r (`centre_turns`), says in which, counting from the root's group on in the same
 class and from 0 in another class. Then x div r and S / r take the places of x and S above, and a centre of another
-class has position q mod its count. A route may pass third groups, one of a class, of other classes than its ends have.
-They are the same in all routes of an image: the digits of x div r in the mixed radix of `group_turns`.
+class has position (x div r) mod its count. A route may pass third groups, one of a class, of other classes than its
+ends have. They are the same in all routes of an image: the digits of x div r in the mixed radix of `group_turns`.
 
 If the counts divide what they must (`needed_shifts`, `entry_allowed`), every server of a cell has each role in equally
 many images, so all links of a class carry the same: the sum over the template's edges, each as often as its child
@@ -245,22 +245,30 @@ def needed_shifts(
     """
     cells, places = sample.cluster.cells, sample.places
     home, middle = cells[places[root].cell], cells[places[centre].cell]
-    counts, shifts = [], 1
+    # Numbers of positions that the images of so many servers, as roots, must reach equally often.
+    due: list[tuple[int, int]] = []
     for entry in entries:
         own = cells[places[entry].cell]
         if entry in pod_entries and not follows_root(sample, root, entry):
-            many = own.servers_in_pod
-            shifts = lcm(shifts, many // gcd(many, home.servers_in_pod))
+            due.append((own.servers_in_pod, _roots_beside(home, own, whole_pod=True)))
         else:
-            counts.append(own.count)
-    beyond = middle.leaf_class != home.leaf_class and not sample.groups
-    if places[centre].cell != places[root].cell and not beyond:
-        counts.append(middle.count)
-    for count in counts:
-        shifts = lcm(shifts, count // gcd(count, home.count))
-    if beyond:
-        shifts = lcm(shifts, middle.servers // gcd(middle.servers, home.servers))
+            due.append((own.count, _roots_beside(home, own)))
+    if middle.leaf_class != home.leaf_class and not sample.groups:
+        due.append((middle.servers, home.servers))
+    elif places[centre].cell != places[root].cell:
+        due.append((middle.count, _roots_beside(home, middle)))
+    shifts = lcm(*(positions // gcd(positions, roots) for positions, roots in due))
     return shifts * centre_turns(sample, root, centre)
+
+
+def _roots_beside(home: Cell, own: Cell, *, whole_pod: bool = False) -> int:
+    """Return in the images of how many roots a server's role depends on its leaf, pod, or neither.
+
+    Images in which a leaf or pod has the root, or the centre beside it, have other entries there.
+    """
+    if own.pod_class != home.pod_class:
+        return home.servers
+    return home.servers_in_pod if whole_pod or own.leaf_class != home.leaf_class else home.count
 
 
 def shifts_with_groups(sample: ClusterSample, template: KindTemplate) -> int:
@@ -385,7 +393,7 @@ def centre_of(
     if own.leaf_class != home.leaf_class and not sample.groups:
         return number % own.servers // own.count, number % own.servers % own.count
     turns = centre_turns(sample, template.root, template.centre)
-    turn = number // turns % (home.count * template.shifts // turns) % own.count
+    turn = number // turns % own.count
     if sample.leaf_of(template.centre) == sample.leaf_of(template.root):
         return leaf, (position + 1) % own.count if there.cell == here.cell else turn
     if sample.groups:
@@ -412,7 +420,7 @@ def entry_of(
     here, there = places[template.root], places[entry]
     home, own = cells[here.cell], cells[there.cell]
     turns = centre_turns(sample, template.root, template.centre)
-    turn = number // turns % (home.count * template.shifts // turns) % own.count
+    turn = number // turns % own.count
     same = there.cell == here.cell
     if beside_root(sample, template, entry):
         return leaf % home.leaves_in_pod, (position + 1) % own.count if same else turn

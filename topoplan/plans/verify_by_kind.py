@@ -27,7 +27,7 @@ from fractions import Fraction
 from math import gcd, perm, prod
 
 from topoplan.errors import PlanError
-from topoplan.machine.cluster_by_kind import ClusterSample
+from topoplan.machine.cluster_by_kind import Cell, ClusterSample
 from topoplan.plans.build import stage_order
 from topoplan.plans.certificates.kind_lengths import IN_TORUS
 from topoplan.plans.kind_exchange import KindPath
@@ -563,7 +563,6 @@ class _Groups:
             self.check_turns(set())
             return
         home, middle = places[template.root], places[template.centre]
-        turns = cells[home.cell].count * template.shifts
         own, class_of = cells[middle.cell], cells[home.cell].leaf_class
         even = True
         if own.leaf_class != class_of and own.pod_class == cells[home.cell].pod_class and own.pods > 1:
@@ -574,17 +573,17 @@ class _Groups:
         if own.leaf_class != class_of:
             even = self.images() % own.servers == 0
         elif middle.cell != home.cell:
-            even = turns % own.count == 0
+            even = self._images_beside(own) % own.count == 0
         for entry in template.entries:
             cell = cells[places[entry].cell]
             beside = own.leaf_class != class_of and own.pods > 1 and cell.pod_class == own.pod_class
             next_leaf = cell.leaf_class == class_of and self.pod[entry] == self.pod[template.root]
             if entry in template.pod_entries and not next_leaf:
                 # Where the centre is says which servers are the entries of the other pods.
-                even = even and turns * cells[home.cell].leaves_in_pod % cell.servers_in_pod == 0
+                even = even and self._images_beside(cell, pod=True) % cell.servers_in_pod == 0
                 even = even and (not beside or own.servers_in_pod % cell.servers_in_pod == 0)
                 continue
-            even = even and turns % cell.count == 0
+            even = even and self._images_beside(cell) % cell.count == 0
             if own.leaf_class != class_of and (beside or cell.leaf_class == own.leaf_class):
                 # Where the centre is says which positions the entries of the other leaves have.
                 even = even and own.count % cell.count == 0
@@ -596,6 +595,18 @@ class _Groups:
                 even = even and (after or passing.count % gcd(passing.servers_in_pod, cell.count) == 0)
         self._check_even(even)
 
+    def _images_beside(self, cell: Cell, *, pod: bool = False) -> int:
+        """Return the images that have their root in one leaf, in one pod, or anywhere.
+
+        It is the leaf, if a cell has leaves of the root's class, since entries there depend on the root's leaf. It is
+        the pod, if the cell is in pods of the root's class, or the role is that of an entry of a ``pod``.
+        """
+        home = self.sample.cluster.cells[self.sample.places[self.template.root].cell]
+        if cell.pod_class != home.pod_class:
+            return self.images()
+        leaves = home.leaves // home.pods if pod or cell.leaf_class != home.leaf_class else 1
+        return home.count * leaves * self.template.shifts
+
     def check_turns(self, beyond: set[int]) -> None:
         """Raise PlanError unless the roles, and third groups of some classes, are even in a dragonfly.
 
@@ -604,13 +615,14 @@ class _Groups:
         """
         cells, places, template = self.sample.cluster.cells, self.sample.places, self.template
         root, centre = self.leaf[template.root], self.leaf[template.centre]
-        home = cells[places[template.root].cell]
         count_of = {cell.leaf_class: cell.leaves for cell in cells}
         choices = 1 if centre == root else count_of[centre[0]] - (centre[0] == root[0])
         rest, left = divmod(template.shifts, choices)
         even = not left and rest % prod(count_of[one] for one in beyond) == 0
         roles = [cells[places[one].cell] for one in (template.centre, *template.entries)]
-        self._check_even(even and all(home.count * rest % cell.count == 0 for cell in roles))
+        self._check_even(
+            even and all(self._images_beside(cell) // choices % cell.count == 0 for cell in roles)
+        )
 
     def _check_even(self, even: bool) -> None:
         if not even:

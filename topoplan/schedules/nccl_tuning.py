@@ -236,7 +236,7 @@ def setting_by_kind(cluster: ClusterByKind) -> NcclSetting | None:
     if network.global_gbps is not None and len(cluster.leaves) > 1:
         most = max(sum(max(port.out, port.back) for port in cluster.kinds[kind].ports) for kind in kinds)
         thin = nic_rate(network.global_gbps) < most * cluster.leaf_size
-    if len(kinds) > 1 or thin or cluster.uplinks or network.kind == "torus":
+    if len(kinds) > 1 or thin or cluster.uplinks or cluster.global_links or network.kind == "torus":
         return None
     servers = sum(count for kind, count in cluster.runs if cluster.gpus_of_kind[kind])
     few = replace(cluster, runs=((kinds.pop(), min(SERVERS_ALIKE, servers)),)).listed()

@@ -103,6 +103,37 @@ def test_parts_with_entries_of_pods_or_groups_are_rows_of_the_listed_form(
         assert same_rows(plan, range(plan.size), 80 * plan.size**2, 48 * plan.size)
 
 
+@pytest.mark.parametrize(
+    "network",
+    [
+        {"network": "fat-tree", "leaf_size": 4, "oversubscription": 8},
+        pytest.param(
+            {"network": "fat-tree", "leaf_size": 1, "pod_size": 4, "oversubscription": 8},
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            {"network": "dragonfly", "group_size": 4, "global_gbps": 100}, marks=pytest.mark.thorough
+        ),
+    ],
+)
+def test_parts_beside_a_smaller_last_leaf_are_rows_of_the_listed_form(network: dict[str, object]) -> None:
+    """The entry among the last three of 15 servers has the turn of the root among the 12 others."""
+    cluster = cluster_by_kind([Server("v100x4", count=15)], nic_gbps=100, **network)  # type: ignore[arg-type]
+    for collective in ("allreduce", "allgather"):
+        plan = plan_by_kind(cluster, collective)
+        assert same_rows(plan, range(0, plan.size, 7), plan.size * 64, plan.size * 64) > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("collective", ["allgather", "reduce_scatter"])
+def test_parts_of_groups_without_a_link_are_rows_of_the_listed_form(collective: str) -> None:
+    cluster = cluster_by_kind(
+        [Server("v100x4", count=8)], nic_gbps=100, network="dragonfly", group_size=2, global_gbps=40
+    )
+    plan = plan_by_kind(cluster.with_faults(without_links=["group0->group3"]), collective)
+    assert same_rows(plan, range(0, plan.size, 5), plan.size * 64, plan.size * 64) > 0
+
+
 @pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize(

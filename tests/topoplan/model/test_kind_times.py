@@ -105,6 +105,16 @@ def test_times_are_those_of_the_list(seed: int) -> None:
     agree(plan)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("collective", ["allgather", "allreduce", "alltoall"])
+def test_times_of_groups_without_a_link_are_those_of_the_list(collective: str) -> None:
+    many = cluster_by_kind(
+        [Server("v100x4", [0, 1], count=8)], nic_gbps=100, network="dragonfly", group_size=2, global_gbps=40
+    )
+    faults: dict[str, Any] = {"without_links": ["group0->group3"], "slow_links": {"group1-group0": 2.0}}
+    agree(plan_by_kind(many.with_faults(**faults), collective))
+
+
 def agree_if_late(plan: PlanByKind, seed: int) -> None:
     """Compare with the list in which a rank and all equivalent ones come late, and with that of one late rank."""
     rng = random.Random(seed)
@@ -253,6 +263,10 @@ def templates_of(sample: ClusterSample, fabric: Fabric) -> Iterator[KindTemplate
         pytest.param((6, 5, 3), 4, None, marks=pytest.mark.thorough),
         pytest.param((18,), 2, 3, marks=pytest.mark.thorough),
         ((8,), 1, 2),
+        ((15,), 4, 0),
+        ((15,), 1, 4),
+        pytest.param((11,), 3, 2, marks=pytest.mark.thorough),
+        pytest.param((27,), 4, 2, marks=pytest.mark.thorough),
         pytest.param((9, 6), 2, 2, marks=pytest.mark.thorough),
         pytest.param((6, 6, 6), 2, 3, marks=pytest.mark.thorough),
     ],

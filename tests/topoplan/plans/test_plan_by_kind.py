@@ -124,6 +124,40 @@ def test_counts_without_a_common_divisor_need_no_more_trees() -> None:
     assert (plan.gap, plan.num_trees) == (0, 100_000)
 
 
+@pytest.mark.parametrize(("collective", "trees"), [("all_gather", 8 * 12_660), ("all_reduce", 8 * 12_640)])
+def test_a_smaller_last_leaf_needs_about_one_tree_for_each_gpu(collective: str, trees: int) -> None:
+    # 390 leaves of 32 servers and one of 20: the root's turn among 12,480 servers is enough for the entry among 20.
+    many = cluster_by_kind(
+        [Server("dgx-h100", count=12_500)], nic_gbps=400, network="fat-tree", leaf_size=32, oversubscription=2
+    )
+    plan = plan_by_kind(many, collective)
+    report = verify_by_kind(plan)
+    # Every server receives the blocks of the others over eight links of PCIe with 48 GB/s each, or twice as much.
+    twice = 2 if collective == "all_reduce" else 1
+    assert report.exact_rate == report.exact_bound == Fraction(384 * 12_500, 12_499 * twice)
+    assert report.trees == trees
+
+
+@pytest.mark.parametrize("network", [{"leaf_size": 4}, {"leaf_size": 1, "pod_size": 4}])
+def test_roots_in_several_leaves_or_pods_take_turns_for_the_entries_of_another(
+    network: dict[str, Any],
+) -> None:
+    """12 servers in leaves, or pods, of four give the three of the last one equal parts, but not the other way."""
+    many = cluster_by_kind(
+        [Server("v100x4", count=15)], nic_gbps=100, network="fat-tree", oversubscription=8, **network
+    )
+    plan = plan_by_kind(many, "all_reduce")
+    assert all(len(template.entries) == 2 for template in plan.templates if template.root == 0)
+    assert {template.shifts for template in plan.templates if template.root == 0} == {1}
+    agree(plan)
+    uneven = next(template for template in plan.templates if template.shifts > 1)
+    others = tuple(template for template in plan.templates if template is not uneven)
+    with pytest.raises(
+        PlanError, match="1 shifts do not give every server of a cell each role equally often"
+    ):
+        topoplan.verify(replace(plan, templates=(*others, replace(uneven, shifts=1))))
+
+
 def test_oversubscribed_leaves_are_entered_once() -> None:
     # 40 leaves of 16 servers with 16 x 8 x 50 GB/s below and an eighth of it above: data of 39 leaves enters each leaf.
     many = cluster_by_kind(

@@ -226,6 +226,7 @@ def test_links_of_equal_groups_are_counted_once_for_both_ways() -> None:
     [
         ({"network": "fat-tree", "leaf_size": 2}, "allgather", None, "direct"),
         ({"network": "rail-optimised", "oversubscription": 2}, "broadcast", 5, "pcie"),
+        ({"network": "dragonfly", "group_size": 1, "global_gbps": 40}, "allgather", None, "direct"),
     ],
 )
 def test_failures_by_kind_are_those_of_the_listed_cluster_with_the_same_rates(

@@ -402,7 +402,7 @@ def _rates_of_two(cluster: ClusterByKind, kinds: Counter[int], collective: str) 
     root = 0 if collective in ("broadcast", "reduce") else None
     for kind, _ in kinds.most_common(MOST_KINDS):
         with suppress(InfeasibleError, UsageError):
-            two = replace(cluster, runs=((kind, 2),), uplinks=())
+            two = replace(cluster, runs=((kind, 2),), uplinks=(), global_links=())
             rate[kind] = plan_by_kind(two, collective, root=root).rate
     return rate
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
@@ -32,6 +33,9 @@ from topoplan.solve.packing.kind_stars import KindStars, Star, StarCosts
 from topoplan.solve.packing.packing_program import rounded_lengths
 from topoplan.solve.packing.torus_all_to_all import TorusExchange
 from topoplan.solve.packing.torus_packing import TorusPacking, check_torus
+
+MANY_TREES = Fraction(9, 8)
+"""Trees for each GPU above which a plan with fewer is looked for: every rank has one or more rows in each tree."""
 
 
 class KindPacking(TreeProgram):
@@ -60,11 +64,32 @@ class KindPacking(TreeProgram):
         with suppress(InfeasibleError):
             few = self.best(root)
         if few is not None and (few[0].rate == few[1].bound or not self.stars.left_out):
-            return few[1].bare.with_templates(self.templates(few[0]))
+            plan = few[1].bare.with_templates(self.templates(few[0]))
+            return self._with_fewer_trees(plan, root, few[0].rate)
         self.stars.most_images = None
         more, proof = self.best(root)
-        best = few[0] if few is not None and few[0].rate >= more.rate else more
-        return proof.bare.with_templates(self.templates(best))
+        if few is None or few[0].rate < more.rate:
+            return proof.bare.with_templates(self.templates(more))
+        return self._with_fewer_trees(proof.bare.with_templates(self.templates(few[0])), root, few[0].rate)
+
+    def _with_fewer_trees(self, plan: PlanByKind, root: int | None, rate: Fraction) -> PlanByKind:
+        """Return a plan of the same rate and bound in which all roots are centres, or the plan itself.
+
+        It is looked for if a plan of trees with as many images as servers has more of them than `MANY_TREES` for each
+        GPU. It must have fewer trees, in a smaller file, and not be higher.
+        """
+        if plan.collective == "allreduce" or plan.num_trees <= MANY_TREES * plan.size:
+            return plan
+        self.stars.roots_are_centres, self.stars.most_images = True, self.sample.cluster.servers
+        self.known = ()
+        with suppress(InfeasibleError):
+            solution, _ = self.best(root)
+            if solution.rate == rate:
+                other = plan.with_templates(self.templates(solution))
+                smaller = other.num_trees < plan.num_trees and len(other.to_json()) < len(plan.to_json())
+                if smaller and other.height <= plan.height:
+                    return other
+        return plan
 
     def cheapest(self, lengths: Sequence[int], height: int | None) -> list[TemplateColumn]:
         short = rounded_lengths(lengths)

@@ -95,6 +95,7 @@ class KindStars:
     """Searches for the cheapest tree between servers, from each rank of one server of each cell.
 
     ``most_images`` limits the images of a tree, None for any number; ``left_out`` says whether that ruled out a tree.
+    ``roots_are_centres`` leaves out trees with a centre beside the root.
     """
 
     def __init__(self, sample: ClusterSample, servers: FabricServers) -> None:
@@ -111,6 +112,7 @@ class KindStars:
         self._permitted: dict[tuple[_Roles, int], bool] = {}
         self.most_images: int | None = None
         self.left_out = False
+        self.roots_are_centres = False
 
     def at(self, cell: int, leaf: int, position: int) -> int:
         """Return the server of the sample at a place."""
@@ -146,6 +148,8 @@ class KindStars:
 
     def _centres(self, root: int) -> Iterator[int]:
         yield root
+        if self.roots_are_centres:
+            return
         here = self.places[root]
         home = self.cells[here.cell]
         for number, cell in enumerate(self.cells):
