@@ -347,7 +347,7 @@ class Execution(Generic[Array]):
         if out is None:
             try:
                 out = library.empty(call.kind.shapes[0], array)
-            except Exception as error:
+            except BaseException as error:
                 self._fall_out(error, self._calls)
                 raise
             result = library.address(out)
@@ -801,18 +801,23 @@ class Execution(Generic[Array]):
         began = self._calls
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             self._fall_out(error, began)
             raise
 
-    def _fall_out(self, error: Exception, began: int) -> None:
-        """Refuse a collective, or end the job, after an error as in `in_step`; `began` is `calls` before it."""
-        if not isinstance(error, TopoplanError) and self.backend.one_rank and not self._failed:
-            reason = f"{type(error).__name__}: {error}"
-            if self._calls == began:
-                self.refuse(reason)
-            else:
-                self.abort(f"rank {self.backend.ranks[0]} failed within a collective: {reason}")
+    def _fall_out(self, error: BaseException, began: int) -> None:
+        """Refuse a collective, or end the job, after an error as in `in_step`; `began` is `calls` before it.
+
+        Raises the failure of another rank that comes in between, after which survivors repeat the collective.
+        """
+        if isinstance(error, TopoplanError) or not self.backend.one_rank or self._failed:
+            return
+        if self._calls == began and isinstance(error, Exception):
+            self.refuse(refusal_text(error))
+            if self.failure is not None:
+                raise self.failure from error
+        else:
+            self.abort(f"rank {self.backend.ranks[0]} left a collective: {refusal_text(error)}")
 
     def _signature(self, **agreed: Any) -> Signature:
         nothing: dict[str, Any] = {"plan": "", "collective": "", "root": None, "op": None, "dtype": ""}
@@ -848,6 +853,15 @@ class Execution(Generic[Array]):
             raise self.failure
         if self._failed:
             raise BackendError("the communicator failed in an earlier collective; make a new one")
+
+
+def refusal_text(error: BaseException) -> str:
+    """Return why a rank refuses a collective, or leaves it."""
+    return (
+        str(error)
+        if isinstance(error, TopoplanError)
+        else f"{type(error).__name__}: {error}".removesuffix(": ")
+    )
 
 
 def _agreed_fields(kind: CallKind) -> dict[str, Any]:

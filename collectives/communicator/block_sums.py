@@ -44,7 +44,7 @@ def sum_blocks(comm: Communicator, blocks: Any, offsets: Any, length: int) -> An
     """Return the dense sums of `Communicator.all_reduce_blocks`."""
     try:
         given, starts = checked_blocks(comm, blocks, offsets, length)
-    except Exception as error:
+    except BaseException as error:
         comm._refuse_for(error)
         raise
     with comm._open().in_step():

@@ -358,7 +358,7 @@ class SparseCollectives(ABC):
     _in_order: CallQueue
 
     @abstractmethod
-    def _refuse_for(self, error: Exception) -> None:
+    def _refuse_for(self, error: BaseException) -> None:
         """Refuse a collective with all ranks if this one cannot read its arguments."""
 
     def sparse_all_reduce(
@@ -444,7 +444,7 @@ class SparseCollectives(ABC):
                 layers=layers,
                 clip=clip,
             )
-        except Exception as error:
+        except BaseException as error:
             self._refuse_for(error)
             raise
         if self._members.repeats:
@@ -460,7 +460,7 @@ class SparseCollectives(ABC):
                 residuals = sparse.prepare(asked)
                 self._in_order.run(lambda: sparse.keep(asked, residuals), exchanges=False)
             raise
-        except Exception as error:
+        except BaseException as error:
             self._refuse_for(error)
             raise
 
@@ -470,7 +470,7 @@ class SparseCollectives(ABC):
                     return sparse.run(asked, residuals, chosen)
             except UsageError as error:
                 if execution.backend.one_rank and not isinstance(error, RefusedError):
-                    execution.refuse(str(error))
+                    self._members.refuse(str(error))
                 raise
 
         if async_op:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collectives.backends.backend import Backend, TraceEvent
-from collectives.backends.execution import Execution
+from collectives.backends.execution import Execution, refusal_text
 from collectives.backends.open_backend import BackendSettings, check_helpers, open_backend
 from collectives.backends.plan_and_chunk_store import ChunkSizes, PlanStore
 from collectives.backends.request import request
@@ -45,7 +45,7 @@ from collectives.recovery.survivors import (
     join_recovery,
 )
 from collectives.tables.numpy_arrays import dtype_name
-from topoplan.errors import BackendError, TopoplanError, UsageError, deprecated
+from topoplan.errors import BackendError, UsageError, deprecated
 from topoplan.plans.plan import ROOTED, Plan, Plans, check_collective
 from topoplan.units import parse_size
 
@@ -357,7 +357,7 @@ class Communicator(DenseCollectives, SparseCollectives):
                     f"{' and '.join(name for name, _ in mesh.weights)}; asked for is {axis!r}"
                 )
             purpose = f"{axis} {mesh.digest}"
-        except Exception as error:
+        except BaseException as error:
             self._refuse_for(error)
             raise
         if self.one_rank and len(set(self._gather_texts(purpose, "split"))) > 1:
@@ -418,7 +418,7 @@ class Communicator(DenseCollectives, SparseCollectives):
             place = self._root(root) if name in ROOTED else None
             kind = op if name in REDUCTIONS else None
             checked = request(name, execution.backend, arrays, out=out, op=kind, root=place)
-        except Exception as error:
+        except BaseException as error:
             self._refuse_for(error)
             raise
         prepared = self._in_order.run(lambda: self._open().prepare(checked))
@@ -591,9 +591,11 @@ class Communicator(DenseCollectives, SparseCollectives):
         if not self.one_rank:
             return self._in_order.run(partial(self._members.grow_here, original_ranks))
         if original_ranks is not None:
-            raise UsageError(
+            error = UsageError(
                 "each rank is a process here, and asks for its original rank itself; leave original_ranks out"
             )
+            self._refuse_for(error)
+            raise error
         return self._in_order.run(self._members.grow)
 
     def replan(
@@ -623,9 +625,13 @@ class Communicator(DenseCollectives, SparseCollectives):
         ...     print(comm.notes[-1])
         without link gpu0-gpu3: 8 ranks (gpu0 gpu1 gpu2 gpu3 gpu4 gpu5 gpu6 gpu7) at 78.57 GB/s, before 85.71
         """
-        change = PlanChange.of(without_links=without_links, slow_links=slow_links)
-        if not change.without_links and not change.slow_links:
-            raise UsageError("no link changes; name links in without_links or slow_links")
+        try:
+            change = PlanChange.of(without_links=without_links, slow_links=slow_links)
+            if not change.without_links and not change.slow_links:
+                raise UsageError("no link changes; name links in without_links or slow_links")
+        except BaseException as error:
+            self._refuse_for(error)
+            raise
         self._in_order.run(partial(self._members.replan, change))
 
     def _run_in_order(
@@ -796,17 +802,20 @@ class Communicator(DenseCollectives, SparseCollectives):
         others do not come within the timeout, the communicator is unusable.
         """
         if self.one_rank:
-            self._in_order.run(lambda: self._open().refuse(reason))
+            self._open()
+            self._in_order.run(partial(self._members.refuse, reason))
 
-    def _refuse_for(self, error: Exception) -> None:
+    def _refuse_for(self, error: BaseException) -> None:
         """Refuse a collective with all ranks if this one cannot read its arguments; its next call would meet theirs.
 
-        Does nothing for an error of the back end, which the others have too.
+        An interrupt ends the job instead. Does nothing for an error of the back end, which the others have too.
         """
-        if not isinstance(error, BackendError):
-            self._refuse(
-                str(error) if isinstance(error, TopoplanError) else f"{type(error).__name__}: {error}"
-            )
+        if isinstance(error, BackendError):
+            return
+        if isinstance(error, Exception):
+            self._refuse(refusal_text(error))
+        else:
+            self.abort(f"{refusal_text(error)} in the middle of a call")
 
     def __enter__(self) -> Communicator:
         return self
@@ -831,7 +840,7 @@ class Communicator(DenseCollectives, SparseCollectives):
             if task is None:
                 checked = request(collective, execution.backend, arrays, out=out, op=op, root=root)
                 task = partial(self._members.run, execution, checked)
-        except Exception as error:
+        except BaseException as error:
             self._refuse_for(error)
             raise
         if async_op:
@@ -893,7 +902,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         self._refuse_helper()
         try:
             asked = uneven_call(execution.backend, method, arrays, counts, recv_counts, **options)
-        except Exception as error:
+        except BaseException as error:
             self._refuse_for(error)
             raise
         outcome = CollectiveOutcome(among=membership.seats)
@@ -917,7 +926,7 @@ class Communicator(DenseCollectives, SparseCollectives):
                     "a collective in a graph cannot be repeated if a rank fails; capture it with a communicator that "
                     'has on_failure="raise"'
                 )
-        except Exception as error:
+        except BaseException as error:
             self._refuse_for(error)
             raise
         outcome = CollectiveOutcome()

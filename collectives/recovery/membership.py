@@ -279,11 +279,23 @@ class CommunicatorMembers:
                 raise
             except UsageError as error:
                 sparse.go_back(asked, before)
-                self.execution.refuse(str(error))
+                self.refuse(str(error))
                 raise
             if failure is None:
                 return self._handed_to_caller(result, asked.outputs[0])
             self.sparse.go_back(asked, before)
+
+    def refuse(self, reason: str) -> None:
+        """Refuse a collective as `Execution.refuse`: again among the survivors, who repeat it, if a rank fails."""
+        while True:
+            execution = self.execution
+            execution.refuse(reason)
+            if not self.repeats or execution.failure is None or execution.aborted:
+                return
+            try:
+                self._without_failed(execution.failure, RecoveryProgress(self._handed_over))
+            except BackendError:
+                return  # the caller has an error to raise
 
     def shrink(self, without: Collection[int] | None) -> None:
         """Exclude ranks, by default the failed ones."""

@@ -536,7 +536,16 @@ class HookState:
         UsageError
             These are not parameters.
         """
-        listed = tensors_of(parameters)
+        try:
+            listed = tensors_of(parameters)
+        except Exception as error:
+            if (
+                self.communicator is not None
+                and isinstance(self.buckets, ModeExchange)
+                and self.buckets.meets
+            ):
+                self.communicator._refuse_for(error)
+            raise
         if self._copied is None and isinstance(self.buckets, ModeExchange):
             self.buckets.after_step(listed)
 

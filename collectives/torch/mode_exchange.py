@@ -157,6 +157,12 @@ class ModeExchange:
             self._parameters.update((id(one), one) for one in behind)
             self._averaged.update((id(one), self._averaged.get(id(one), 0) + 1) for one in behind)
 
+    @property
+    def meets(self) -> bool:
+        """Whether `after_step` of all parameters now calls a collective."""
+        least = min(map(self._count, self._parameters.values()), default=self._averaged_before)
+        return least < self._averager.due and self._averager.mix_meets
+
     def _count(self, parameter: torch.Tensor) -> int:
         """Return how many due averages, or steps of rounds, a parameter has had."""
         return self._averaged.get(id(parameter), self._averaged_before)

@@ -128,6 +128,11 @@ class Averager(ABC):
         """Drop restored state that has not been used, and return a text of it."""
         return ""
 
+    @property
+    def mix_meets(self) -> bool:
+        """Whether `mix` now calls a collective, in which the other ranks wait for this one."""
+        return False
+
     def norm_kept(self) -> float | None:
         """Return the norm of the residuals of this process's ranks; None without residuals."""
         return None
@@ -239,7 +244,13 @@ class InStepAverager(Averager):
             elements = elements_of(comm, gradients)
             parts = (BucketPart(key, 0, elements, (elements,)),)
         if self._filter is not None:
-            filtered = self._filter.start(FilterCall(key, gradients, parts, step, scale, op, out, async_op))
+            try:
+                filtered = self._filter.start(
+                    FilterCall(key, gradients, parts, step, scale, op, out, async_op)
+                )
+            except Exception as error:  # the last collective of a filter is its last step
+                comm._refuse_for(error)
+                raise
         note: Mapping[str, Any] | None
         if filtered is not None:
             handle, part, words = filtered
@@ -547,6 +558,10 @@ class LocalAverager(Averager):
         self.due += self._averages_after(self.recorder.step)
         super().end_step()
 
+    @property
+    def mix_meets(self) -> bool:
+        return True
+
     def mix(self, parameters: Sequence[Any]) -> None:
         average_parameters(self._communicator, self.recorder, parameters)
 
@@ -591,6 +606,10 @@ class OuterAverager(LocalAverager):
     def hold(self, named: Mapping[str, Sequence[Any]]) -> None:
         """Make parameters the start of the first round, until the warm-up is over."""
         self.optimizer.hold(named, again=not self.due)
+
+    @property
+    def mix_meets(self) -> bool:
+        return self.optimizer.meets(self.due)
 
     def mix(self, parameters: Sequence[Any]) -> None:
         self.optimizer.advance(self.due, self.named(parameters))
@@ -659,6 +678,10 @@ class GossipAverager(LocalAverager):
         super().__init__(communicator, mode, recorder)
         self._gossip = mode
         self._mailbox = mailbox
+
+    @property
+    def mix_meets(self) -> bool:
+        return False
 
     def mix(self, parameters: Sequence[Any]) -> None:
         comm, recorder, step = self._communicator, self.recorder, self.recorder.step - 1

@@ -438,9 +438,11 @@ class GradientSynchronizer:
         self._confirmed_step = self.recorder.step
         if self._averaged < self._averager.due:
             try:
-                # neighbours of Gossip wait for mail, not for a collective
-                refuses = not isinstance(self.mode, Gossip)
-                with self._refuse_on_error("after_step") if refuses else contextlib.nullcontext():
+                with (
+                    self._refuse_on_error("after_step")
+                    if self._averager.mix_meets
+                    else contextlib.nullcontext()
+                ):
                     listed = self._by_parameter(parameters)
                 self._averager.mix(listed)
             finally:
@@ -482,7 +484,8 @@ class GradientSynchronizer:
             `LocalSGD` or `Gossip` lack the parameters, or `SSP` and `ASP` have them without ``use``.
         """
         stale = isinstance(self.mode, SSP | ASP)
-        with self._refuse_on_error("finish"):
+        averages = isinstance(self.mode, LocalSGD | Gossip)  # outer modes may have nothing to exchange
+        with self._refuse_on_error("finish") if averages else contextlib.nullcontext():
             if isinstance(self.mode, LOCAL_MODES) and parameters is None and self._diverged:
                 raise UsageError(
                     f"each rank has parameters of its own after {self.mode}; give them: finish(parameters)"
@@ -497,7 +500,8 @@ class GradientSynchronizer:
             left, scale = self._averager.finish(), self._averager.loss_scale()
             rest = self._exchange.rest({key: one if scale == 1 else one * scale for key, one in left.items()})
             if use is not None:
-                use(rest)
+                with share_failure(self.communicator, "inside finish"):
+                    use(rest)
             if parameters is None:
                 # no rank continues before all have the late gradients: one of the next step would be taken for late
                 self.communicator.all_reduce(max(rest, key=lambda one: one.size).reshape(-1)[:1] + 0)
@@ -761,7 +765,7 @@ class GradientSynchronizer:
             self._exchange.give_up()
 
     def _average(self, parameters: Any) -> None:
-        with self._refuse_on_error("finish"):
+        with self._refuse_on_error("finish") if self._outer is None else contextlib.nullcontext():
             listed = self._by_parameter(parameters)
         if self._outer is not None:
             self._outer.align(self._averager.due, self._outer.named(listed))

@@ -105,6 +105,10 @@ class OuterOptimizer:
             if one.ends <= count:
                 self._end(one, named)
 
+    def meets(self, count: int) -> bool:
+        """Return whether `advance` calls a collective after so many steps of rounds."""
+        return bool(self._unchecked or self.mode.due(count))
+
     def align(self, count: int, named: Named) -> bool:
         """End rounds in flight; return whether parameters may still differ between ranks."""
         for one in list(self._rounds):
