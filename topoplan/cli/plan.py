@@ -94,7 +94,7 @@ NOT_GIVEN = {
 
 OWNERS = {
     **dict.fromkeys(("epsilon", "threshold"), "--method mwu"),
-    **dict.fromkeys(("order", "height", "time_limit", "tolerance"), "--method exact"),
+    **dict.fromkeys(("order", "height", "tolerance"), "--method exact"),
     **{"engine": "--sizes", "engine_costs": "--engine windows", "axes": "--mesh", "entry_bits": "--density"},
     **{"relays": "--gpus"},
 }
@@ -135,8 +135,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
                                 height)
         --height H              with exact, most edges between the root of a tree and its leaves, at any rate
                                 (default: no limit); with all_to_all, edges of a path: 1 takes direct paths alone
-        --time-limit S          with exact, seconds after which the best plan so far is taken, with its true gap
-                                (default: none)
+        --time-limit S          seconds after which the best plan so far is taken, with its true gap (default: none)
         --tolerance             with exact and more than 32 GPUs that all differ in their measured bandwidths: largest
                                 gap of a plan on the slowest link of each kind (default: {TOLERANCE})
         --epsilon               with mwu, the largest gap to the upper bound (default: 0.05)

@@ -23,7 +23,7 @@ from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING
 
-from topoplan.errors import UsageError
+from topoplan.errors import UsageError, kind_of
 from topoplan.machine.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, UNIONS, Fabric
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.machine.topology import Link, TopologyLike
@@ -36,7 +36,7 @@ from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, TREES, Plan
 from topoplan.plans.shards import Shard
 from topoplan.solve.cuts_and_partitions import best_bound, bounded_plan, equivalent_ranks, quick_bound
 from topoplan.solve.packing.packing_program import Packing, TreeColumn
-from topoplan.solve.search_control import Deadline
+from topoplan.solve.search_control import SEARCH_UNFINISHED, Deadline, time_limit_note
 from topoplan.units import parse_size
 
 if TYPE_CHECKING:
@@ -168,8 +168,8 @@ def plan(
         For ``nvlink+pcie``, the size of the buffer in bytes or as "64MB", on which the shares depend, and for ``all``
         and ``all-staged``, whether NVLink alone is faster; None for the limit of large ones.
     time_limit : float or None
-        For ``exact``, seconds after which the search ends with the best forest so far, its true gap and a note; None
-        for no limit. It is checked between the rounds of the search, and the first round is always made.
+        Seconds after which the search ends with the best forest so far, its true gap and a note; None for no limit. It
+        is checked between the rounds of the search, and the first round is always made.
     demand : sequence of sequences of int, or None
         For ``alltoall``, the bytes that row sends to column; None if all pairs exchange the same.
     tolerance : float
@@ -241,8 +241,6 @@ def plan(
             f"tolerance {tolerance!r} must be a part of the bound, from 0 to below 1, such as 0.005"
         )
     deadline = Deadline(time_limit)
-    if time_limit is not None and method != "exact":
-        raise UsageError(f"a time limit ends the search of method exact; leave it out with {method!r}")
     if height is not None:
         _check_height(height, method, order)
     if collective == ALL_TO_ALL:
@@ -292,23 +290,32 @@ def plan(
             progress=progress,
         )
     elif method == "mwu":
-        made = _plan_mwu(fabric.forwarding_only(), collective, asked.root, epsilon, threshold)
+        made = _plan_mwu(fabric.forwarding_only(), collective, asked.root, epsilon, threshold, deadline)
         if fabric.in_network or fabric.helpers:
             made = _certified_in_network(made, fabric)
     elif method == "three-phase":
         from topoplan.solve.packing.composition import plan_three_phase
 
-        made = plan_three_phase(fabric, collective, root=asked.root, progress=progress)
+        made = plan_three_phase(fabric, collective, root=asked.root, deadline=deadline, progress=progress)
     else:
         made = _plan_exact(fabric, collective, asked.root, order, deadline, progress, tolerance)
         if height is not None and made.height > height:
             made = lower_trees(made, height, deadline=deadline, progress=progress)
+    made = _with_stop(made, deadline)
     if channels in UNIONS and not Fabric(asked.topology, ("nvlink",)).unreachable(collective, asked.root):
         from topoplan.model.channel_split import beside_nvlink
 
         alone = over(channels="nvlink", time_limit=deadline.left, demand=demand)
         made = beside_nvlink(made, alone, nbytes=size)
     return replace(made, order=_stated_order(method, order), planning_seconds=time.perf_counter() - started)
+
+
+def _with_stop(made: Plan, deadline: Deadline) -> Plan:
+    """Return the plan with a note first if the deadline cut its search short, and no search has said so."""
+    if not deadline.cut or any(kind_of(note) == "stopped" for note in made.notes):
+        return made
+    undone = time_limit_note(made.rate, made.bound) if made.gap > 0 else SEARCH_UNFINISHED
+    return replace(made, notes=(deadline.note(undone), *made.notes))
 
 
 def lower_trees(
@@ -491,7 +498,7 @@ def _plan_exact(
     if fabric.size > MOST_FREE and (root is not None or not FabricServers(fabric).stars):
         from topoplan.solve.packing.composition import composed_optimum
 
-        composed = composed_optimum(fabric, collective, root=root, progress=progress)
+        composed = composed_optimum(fabric, collective, root=root, deadline=deadline, progress=progress)
         if composed is not None:
             return replace(composed, method="exact")
     from topoplan.solve.packing.exact import pack_exact
@@ -508,7 +515,7 @@ def _plan_exact(
         from topoplan.solve.packing.fewest_trees import fewest_peeled
 
         bound = made.certificate.bound(fabric, collective, root) * packing.scale
-        peeled = fewest_peeled(packing, bound, fewer_than=made.num_trees)
+        peeled = fewest_peeled(packing, bound, fewer_than=made.num_trees, deadline=deadline)
         if peeled is not None:
             made = _forest_plan(packing, peeled, made.certificate, "trees", "exact")
     if one_hop is not None and one_hop.gap == 0 and one_hop.num_trees <= made.num_trees:
@@ -568,22 +575,33 @@ def _floored_plan(
     return replace(made, notes=(*symmetric.notes, note))
 
 
-def _plan_mwu(fabric: Fabric, collective: str, root: int | None, epsilon: float, threshold: float) -> Plan:
+def _plan_mwu(
+    fabric: Fabric,
+    collective: str,
+    root: int | None,
+    epsilon: float,
+    threshold: float,
+    deadline: Deadline,
+) -> Plan:
     from topoplan.solve.packing.fewest_trees import minimise_trees
     from topoplan.solve.packing.multiplicative_weights import pack_mwu
 
     packing = Packing(fabric, collective, root)
-    packed = pack_mwu(packing, epsilon=epsilon)
+    packed = pack_mwu(packing, epsilon=epsilon, deadline=deadline)
     bound = packed.certificate.bound(fabric, collective, root)
     rate = forest_rate(packing.shards(packed.weights), fabric)
     assert rate is not None, "trees of two ranks or more cross links"
     fewer = None
     for reference in (bound, rate):
         fewer = fewer or minimise_trees(
-            packing, packed.weights, rate=reference * packing.scale, threshold=threshold
+            packing,
+            packed.weights,
+            rate=reference * packing.scale,
+            threshold=threshold,
+            deadline=deadline,
         )
     notes: list[str] = []
-    if fewer is None:
+    if fewer is None and not deadline.cut:
         notes.append(
             f"no packing in sixteenths of a link is within {threshold:.0%} of the rate: "
             f"all {len(packed.weights)} trees are kept"

@@ -265,8 +265,34 @@ def test_no_time_at_all_gives_a_valid_plan_with_its_true_gap(name: str, collecti
 
 
 def test_a_limit_that_is_not_met_changes_nothing() -> None:
-    topology = topoplan.load("dgx-1v")
-    assert topoplan.plan(topology, time_limit=1e6).digest == topoplan.plan(topology).digest
+    servers = topoplan.nvswitch_cluster(2)
+    for topology, method in (("dgx-1v", "exact"), ("dgx-1v", "mwu"), (servers, "three-phase")):
+        plans = (topoplan.plan(topology, method=method, time_limit=limit) for limit in (None, 1e6))
+        assert len({plan.digest for plan in plans}) == 1
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("name", "method", "collective"),
+    [("dgx-2", "mwu", each) for each in (*COLLECTIVES, "alltoall")]
+    + [("ring", "mwu", each) for each in COLLECTIVES]
+    + [("servers", "three-phase", each) for each in COLLECTIVES],
+)
+def test_other_methods_stop_as_well(name: str, method: str, collective: str) -> None:
+    """Rate, optimum and bound are in order, and one note, the first, states the gap of the plan."""
+    bare = (
+        topoplan.nvswitch_cluster(3)
+        if name == "servers"
+        else topoplan.load(name.replace("ring", "torus:6@25"))
+    )
+    hurried = topoplan.plan(measured(bare), collective, method=method, time_limit=0)
+    best = topoplan.plan(measured(bare), collective)
+    assert topoplan.verify(hurried).rate == hurried.rate <= best.rate <= best.bound <= hurried.bound
+    stopped = [note for note in hurried.notes if kind_of(note) == "stopped"]
+    assert stopped == [*hurried.notes[:1]] or hurried.rate == best.rate
+    if hurried.gap > 0:
+        assert f"{hurried.gap:.2%} below the bound" in stopped[0]
+    assert not any("are kept" in note or "three phases stay" in note for note in hurried.notes)
 
 
 FEW: dict[str, Any] = {"collective": "allgather", "order": "trees"}
@@ -300,8 +326,6 @@ def test_the_gap_of_a_stopped_forest_is_that_of_its_certificate() -> None:
 def test_limits_that_are_no_seconds_are_refused(limit: float) -> None:
     with pytest.raises(UsageError, match=r"time_limit is .*give the seconds"):
         topoplan.plan(topoplan.load("dgx-1v"), time_limit=limit)
-    with pytest.raises(UsageError, match="leave it out with 'mwu'"):
-        topoplan.plan(topoplan.load("dgx-1v"), method="mwu", time_limit=1)
 
 
 def test_a_deadline_remembers_that_it_cut_something_short() -> None:
@@ -314,13 +338,14 @@ def test_a_deadline_remembers_that_it_cut_something_short() -> None:
 
 
 def test_command_line(run: Run) -> None:
-    """--time-limit 0 prints the note; a value that is not a number, or another method, is refused in one line."""
-    assert "note: stopped after 0 s: " in run("plan", "dgx-1v", "--time-limit", "0", "--notes")[1]
+    """--time-limit 0 prints the note with every method; a value that is not a number is refused in one line."""
+    for method in ("exact", "mwu", "three-phase --servers 2 --nic-bandwidth 10GB/s"):
+        told = run("plan", "dgx-1v", "--time-limit", "0", "--notes", "--method", *method.split())[1]
+        assert "note: stopped after 0 s: " in told
     must = "must be a number of seconds of 0 or more, such as 10, got"
     for words, message in (
         (["--time-limit", "soon"], f"{must} 'soon'"),
         (["--time-limit=-1"], f"{must} '-1'"),
-        (["--time-limit", "1", "--method", "mwu"], "--time-limit belongs to --method exact"),
         (["--time-limit", "1", "--sizes", "1KB:1MB"], "--time-limit does not go with --sizes"),
     ):
         status, _, error = run("plan", "dgx-1v", *words)

@@ -136,7 +136,7 @@ def plan_all_to_all(
     if epsilon is not None:
         gap = Fraction(epsilon)
         made = _filled_plan(exchange, "mwu", deadline, slack=gap / (1 - gap))
-        return made or _plan_within(exchange, epsilon, progress)
+        return made or _plan_within(exchange, epsilon, deadline, progress)
     if demand is not None and fabric.size >= FILLED_FROM:
         made = _filled_plan(exchange, "exact", deadline)
     if made is None or made.gap:
@@ -168,11 +168,13 @@ def _height_notes(tallest: int) -> tuple[str, ...]:
     return (Note(text, "height open"),) if tallest > 1 else ()
 
 
-def _plan_within(exchange: _Exchange, epsilon: float, progress: Callable[[str], None] | None) -> Plan:
-    """Return a plan that stays at most ``epsilon`` below its bound, as a fraction."""
+def _plan_within(
+    exchange: _Exchange, epsilon: float, deadline: Deadline, progress: Callable[[str], None] | None
+) -> Plan:
+    """Return a plan that stays at most ``epsilon`` below its bound, as a fraction, if the deadline allows."""
     fabric = exchange.fabric
     packing = FlowPacking(fabric, ALL_TO_ALL, None, (), exchange.units)
-    weights, lengths = pack_within(packing, epsilon, progress=progress)
+    weights, lengths = pack_within(packing, epsilon, deadline=deadline, progress=progress)
     known = exchange.proofs((*exchange_bounds(fabric), *_candidate_cuts(lengths, fabric), lengths))
     return exchange.plan(packing.shards(weights), lowest(known)[1], "mwu")
 

@@ -36,6 +36,7 @@ from topoplan.solve.packing.column_generation import ColumnGeneration, ProgressC
 from topoplan.solve.packing.exact import pack_exact
 from topoplan.solve.packing.packing_program import Packing, Pricing, TreeColumn, rounded_lengths
 from topoplan.solve.route_table import FabricOrbits, RouteTable
+from topoplan.solve.search_control import Deadline
 from topoplan.solve.symmetry.symmetry_search import find_symmetry
 from topoplan.units import name_ranges
 
@@ -329,11 +330,13 @@ def compose(
     *,
     root: int | None = None,
     certificate: Certificate | None = None,
+    deadline: Deadline | None = None,
     progress: ProgressCallback | None = None,
 ) -> Composition:
     """Return the best composition of trees inside servers with stars between them.
 
-    At the bound of ``certificate`` the search may stop; None stands for the one from flows. UsageError if all ranks are
+    At the bound of ``certificate`` the search may stop; None stands for the one from flows. At ``deadline`` the best
+    composition so far is taken. UsageError if all ranks are
     on one server; InfeasibleError if the ranks of a server are not connected inside it, or if no rank reaches one of
     every other server in one hop.
     """
@@ -345,7 +348,9 @@ def compose(
     aim = best_bound(fabric, collective, root) if certificate is None else certificate
     bound = aim.bound(fabric, collective, root)
     duals = None
-    best = ColumnGeneration(ComposedPricing(packing, servers=servers), progress=progress)
+    best = ColumnGeneration(
+        ComposedPricing(packing, servers=servers), progress=progress, deadline=deadline or Deadline(None)
+    )
     if not best.run(bound * packing.scale):
         if not best.trees:
             raise InfeasibleError(
@@ -361,8 +366,12 @@ def _lowest_inside(best: ColumnGeneration, servers: FabricServers) -> ColumnGene
     """Keep the rate with trees inside servers as low as they can be."""
     tallest = max(_inner_height(tree, servers) for tree in best.weights())
     for height in range(1, tallest):
+        if best.deadline.over():
+            break
         lower = ColumnGeneration(
-            ComposedPricing(best.packing, height, servers=servers), progress=best.progress
+            ComposedPricing(best.packing, height, servers=servers),
+            progress=best.progress,
+            deadline=best.deadline,
         )
         lower.add([tree for tree in best.trees if _inner_height(tree, servers) <= height])
         if lower.run(best.value):
@@ -381,7 +390,11 @@ def _even_loads(best: ColumnGeneration, servers: FabricServers) -> ColumnGenerat
     if all(len({load[row] / packing.limits[row] for row in rows}) == 1 for rows in ports):
         return best
     for gain in _GAINS:
-        even = EvenLoadGeneration(best.pricing, progress=best.progress, gain=gain, ports=ports)
+        if best.deadline.over():
+            break
+        even = EvenLoadGeneration(
+            best.pricing, progress=best.progress, gain=gain, deadline=best.deadline, ports=ports
+        )
         even.add(best.trees)
         even.run(None)
         if even.value >= best.value:
@@ -460,20 +473,24 @@ def plan_three_phase(
     *,
     root: int | None = None,
     certificate: Certificate | None = None,
+    deadline: Deadline | None = None,
     progress: ProgressCallback | None = None,
 ) -> Plan:
     """Return the best composition as a plan whose notes state its gap.
 
-    ``certificate`` of a general plan for the same fabric, if known, saves the search for another one. Errors are those
-    of `compose`.
+    ``certificate`` of a general plan for the same fabric, if known, saves the search for another one. At ``deadline``
+    the best composition so far is taken, and the notes say nothing of others. Errors are those of `compose`.
     """
-    composed = compose(fabric, collective, root=root, certificate=certificate, progress=progress)
+    deadline = deadline or Deadline(None)
+    composed = compose(
+        fabric, collective, root=root, certificate=certificate, deadline=deadline, progress=progress
+    )
     rate = forest_rate(composed.shards, fabric)
     assert rate is not None, "trees over two servers cross links"
     proof = composed.certificate
     notes: tuple[str, ...] = ()
     if rate < composed.bound and certificate is None:
-        proof, notes = _lower_bound(composed, fabric, collective, root, rate, progress)
+        proof, notes = _lower_bound(composed, fabric, collective, root, rate, deadline, progress)
     made = build_plan(
         fabric,
         collective,
@@ -484,18 +501,23 @@ def plan_three_phase(
         method=THREE_PHASE,
         notes=notes,
     )
-    if made.gap == 0:
+    if made.gap == 0 or deadline.cut:
         return replace(made, notes=())
     lost = f"three phases stay {made.gap:.2%} below the bound of {made.bound:.6g} GB/s on any plan over these links"
     return replace(made, notes=(lost, *notes))
 
 
 def composed_optimum(
-    fabric: Fabric, collective: str, *, root: int | None = None, progress: ProgressCallback | None = None
+    fabric: Fabric,
+    collective: str,
+    *,
+    root: int | None = None,
+    deadline: Deadline | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Plan | None:
-    """Return a plan of three phases that reaches the bound from flows; None if none does, or none exists."""
+    """Return a plan of three phases that reaches the bound from flows; None if none does by ``deadline``."""
     try:
-        composed = compose(fabric, collective, root=root, progress=progress)
+        composed = compose(fabric, collective, root=root, deadline=deadline, progress=progress)
     except (UsageError, InfeasibleError):
         return None
     if forest_rate(composed.shards, fabric) != composed.bound:
@@ -518,16 +540,18 @@ def _lower_bound(
     collective: str,
     root: int | None,
     rate: Fraction,
+    deadline: Deadline,
     progress: ProgressCallback | None,
 ) -> tuple[Certificate, tuple[str, ...]]:
     """Return the best certificate that is quick to compute if the first bound is missed, and notes on the rest."""
-    assert composed.duals is not None, "a program that misses its bound has been solved to its end"
+    assert composed.duals is not None, "a program that misses its bound has duals"
     known: list[tuple[Fraction, Certificate]] = [(composed.bound, composed.certificate)]
     bound, proof = lowest([*known, *proved_bounds([composed.duals], fabric, collective, root)])
-    if rate == bound:
+    if rate == bound or deadline.over():
         return proof, ()
     if fabric.size > MOST_EXACT_RANKS:
         return proof, (
             f"with more than {MOST_EXACT_RANKS} GPUs the exact method was not run for a lower bound",
         )
-    return pack_exact(fabric, collective, root=root, progress=progress).certificate, ()
+    exact = pack_exact(fabric, collective, root=root, time_limit=deadline, progress=progress).certificate
+    return lowest([(exact.bound(fabric, collective, root), exact), (bound, proof)])[1], ()

@@ -176,7 +176,7 @@ def _pack_few(
     if order != "first":
         weights = with_few_trees(generator, packing.row_lengths(tight.link_lengths(fabric, collective)))
     if order == "trees" and not deadline.over():
-        weights = fewest_peeled(packing, target, fewer_than=len(weights)) or weights
+        weights = fewest_peeled(packing, target, fewer_than=len(weights), deadline=deadline) or weights
     return ExactPacking(
         packing, weights, certificate, (deadline.note(SEARCH_UNFINISHED),) if deadline.cut else ()
     )

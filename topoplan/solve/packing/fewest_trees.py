@@ -34,7 +34,7 @@ from topoplan.errors import UsageError
 from topoplan.solve.cuts_and_partitions import smallest_cut, weakest_partition
 from topoplan.solve.packing.column_generation import RANDOM_WALKS, VERTEX_WORK, ColumnGeneration
 from topoplan.solve.packing.packing_program import Packing, Pricing, TreeColumn, length_of
-from topoplan.solve.search_control import RandomStream
+from topoplan.solve.search_control import Deadline, RandomStream
 
 COLUMN_POOL = 200
 """Trees to search for, apart from the trees that the packing already knows."""
@@ -99,7 +99,7 @@ def _tight_columns(master: ColumnGeneration, lengths: list[int], random: RandomS
             if length_of(tree, lengths) == cheapest[place]:
                 found.add(tree)
         stale = stale + 1 if len(found) == before else 0
-        if stale == MOST_STALE or len(found) >= COLUMN_POOL:
+        if stale == MOST_STALE or len(found) >= COLUMN_POOL or master.deadline.over():
             break
     return sorted(found, key=lambda tree: tree.order)
 
@@ -194,14 +194,19 @@ class Peeler:
 
 
 def fewest_peeled(
-    packing: Packing, target: Fraction, *, fewer_than: int
+    packing: Packing, target: Fraction, *, fewer_than: int, deadline: Deadline
 ) -> dict[TreeColumn, Fraction] | None:
-    """Return weights of the optimal packing of fewest trees among some peelings; None if all have as many as asked."""
+    """Return weights of the optimal packing of fewest trees among some peelings; None if all have as many as asked.
+
+    No peeling starts after ``deadline``.
+    """
     best: dict[TreeColumn, Fraction] | None = None
     # Flows alone must give the value of the rest.
     if packing.folded or (packing.collective in ("broadcast", "reduce") and packing.fabric.direct):
         peeler, stream = Peeler(packing), RandomStream(1)
         for _ in range(PEELINGS):
+            if deadline.over():
+                break
             found = peeler.peel(target, stream, fewer_than=fewer_than)
             if found is not None:
                 best, fewer_than = found, len(found)
@@ -219,14 +224,20 @@ MOST_BRANCHING_NODES = 100
 
 
 def minimise_trees(
-    packing: Packing, weights: Mapping[TreeColumn, Fraction], *, rate: Fraction, threshold: float = 0.05
+    packing: Packing,
+    weights: Mapping[TreeColumn, Fraction],
+    *,
+    rate: Fraction,
+    threshold: float = 0.05,
+    deadline: Deadline | None = None,
 ) -> dict[TreeColumn, Fraction] | None:
     """Return whole multiples of a unit as weights of a few of the given trees; None if no unit reaches the threshold.
 
     ``rate``, which lies between the packing's and its bound, and the weights are in the packing's units (1 /
     `Packing.scale` GB/s). ``threshold``, from 0 to below 1, is the part of the rate that may be given up. The smallest
-    unit is a link's `FINEST_UNIT`-th.
+    unit is a link's `FINEST_UNIT`-th. No smaller unit is tried after ``deadline``.
     """
+    deadline = deadline or Deadline(None)
     if not 0 <= threshold < 1:
         raise UsageError(f"threshold {threshold} must be 0 or more and below 1, for example 0.05")
     columns = _heaviest(packing, weights)
@@ -240,6 +251,8 @@ def minimise_trees(
         if most * Fraction(unit, divisor) < needed:
             continue
         for literal in (True, False) if divisor == 1 else (False,):
+            if deadline.over():
+                return None
             counts = _whole_packing(packing, columns, Fraction(unit, divisor), literal=literal)
             if counts is not None and int(counts.sum()) * Fraction(unit, divisor) >= needed:
                 return {

@@ -7,8 +7,9 @@ A plan on the slowest link of each kind gives all images of a tree one share. On
 a program with a column for each image and a row for each link. Two kinds of further templates have columns too, since
 images of one tree load all servers in one pattern:
 
-- mixed trees: some servers are entered as in one image of the tree, others as in another, if both images enter the
-  same servers from the same servers, each once;
+- mixed trees: some servers are entered as in one image of a tree, others as in another, if both images enter the same
+  servers from the same servers, each once. Images of all templates take part, in proportion to their shares: a tree
+  may then enter some servers over one rail and others over another;
 - for an allreduce, turned trees: the broadcast is that of another image, turned to the root of the reduce. So a server
   that is wide in one direction serves more trees in that direction.
 
@@ -41,8 +42,8 @@ from topoplan.solve.symmetry.symmetry_search import find_symmetry
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-MIXED = 2
-"""Mixed trees for each template; more reach the same rate with more columns."""
+MIXED = (2, 4)
+"""Least and most mixed trees for each template: as many as templates take part; more reach the same rate."""
 
 TURNED = 2
 """Images of the broadcast that an allreduce turns to the root of its reduce."""
@@ -62,8 +63,11 @@ LEAST_GAIN = 0.0005
 LEAST_SHARE = Fraction(1, 8)
 """Part of the buffer on the images of a template from which on mixed trees are made of it."""
 
-MOST_ALIKE = 8
+MOST_ALIKE = 4
 """Images of a tree that differ inside servers alone, up to which all have a column."""
+
+MOST_MIXED = 8
+"""Images of each template that a mixed tree draws from."""
 
 UNITS = 1 << 10
 """Parts of the buffer for a mean share of an image."""
@@ -104,25 +108,14 @@ def tree_variants(fabric: Fabric, symmetric: ImageShards) -> Iterator[tuple[int,
     """Yield mixed and turned trees of every template that has any, with the number of the template."""
     servers = FabricServers(fabric)
     home = servers.of_rank
-    random = RandomStream(0)
-    kept = np.flatnonzero((home[symmetric.elements[:, : fabric.size]] == home).all(axis=1))
-    kept = np.sort(kept[np.argsort(random.whole(len(kept), 1 << 30), kind="stable")[:MOST_ALIKE]])
+    mixer = _Mixer(symmetric, servers, RandomStream(0))
     for number, template in enumerate(symmetric.templates):
-        large = template.share * len(symmetric.images[number]) >= LEAST_SHARE
-        both = [stage.op for stage in template.stages] == ["reduce", "broadcast"]
-        if (
-            not both
-            and large
-            and len(kept) > 1
-            and all(_enters_once(stage, home) for stage in template.stages)
-        ):
-            for _ in range(MIXED):
-                drawn = np.argsort(random.whole(len(servers.names), 1 << 30), kind="stable")
-                chosen = kept[np.argsort(drawn, kind="stable") % len(kept)].tolist()
-                yield number, _mixed(symmetric, template, home.tolist(), chosen)
-        if both:
+        if [stage.op for stage in template.stages] == ["reduce", "broadcast"]:
             for element in _far_elements(symmetric, owner_of(template), home):
                 yield number, _turned(symmetric, template, element)
+        elif template.share * len(symmetric.images[number]) >= LEAST_SHARE:
+            for variant in mixer.variants(number):
+                yield number, variant
 
 
 def as_images(shards: Sequence[Shard], floored: Fabric, root: int | None) -> ImageShards:
@@ -172,35 +165,93 @@ def _columns(
     return templates, elements, bases
 
 
-def _enters_once(stage: Stage, home: NDArray[np.int64]) -> bool:
-    """Return whether a tree enters every server but the root's by one edge, and the root's by none."""
-    entered = Counter(int(home[edge.child]) for edge in stage.edges if home[edge.parent] != home[edge.child])
-    return int(home[stage.root]) not in entered and max(entered.values(), default=1) == 1
-
-
 def _moved(symmetric: ImageShards, shard: Shard, element: int) -> Shard:
     image = symmetric.elements[element].tolist()
     names = {name: symmetric.nodes[place] for name, place in zip(symmetric.nodes, image, strict=True)}
     return moved_shard(shard, image, names)
 
 
-def _mixed(symmetric: ImageShards, template: Shard, home: list[int], chosen: list[int]) -> Shard:
-    """Return a tree whose edges into and inside each server are those of the image under its element of ``chosen``.
+class _Mixer:
+    """Mixes images of templates that enter the same servers from the same servers."""
 
-    The root's server keeps those of the template.
-    """
-    images = {element: _moved(symmetric, template, element) for element in sorted(set(chosen))}
-    stages = []
-    for place, stage in enumerate(template.stages):
-        edges = [edge for edge in stage.edges if home[edge.child] == home[stage.root]]
-        for element, image in images.items():
-            edges += [
-                edge
-                for edge in image.stages[place].edges
-                if home[edge.child] != home[stage.root] and chosen[home[edge.child]] == element
-            ]
-        stages.append(_ordered(replace(stage, edges=tuple(edges))))
-    return replace(template, stages=tuple(stages))
+    def __init__(self, symmetric: ImageShards, servers: FabricServers, random: RandomStream) -> None:
+        self.symmetric, self.random = symmetric, random
+        self.home: list[int] = servers.of_rank.tolist()
+        self.entries = [self._entries(template) for template in symmetric.templates]
+        firsts = [int(members[0]) for members in servers.members]
+        self.moved = servers.of_rank[symmetric.elements[:, firsts]]
+        self.images: dict[tuple[int, int], Shard] = {}
+
+    def _entries(self, template: Shard) -> list[NDArray[np.int64]] | None:
+        """Return for every stage the server from which each server is entered, -1 for the root's.
+
+        None if an edge leads back into the root's server, or two into another one.
+        """
+        home, found = self.home, []
+        for stage in template.stages:
+            above = np.full(max(home) + 1, -1)
+            for edge in stage.edges:
+                src, dst = home[edge.parent], home[edge.child]
+                if src == dst:
+                    continue
+                if above[dst] >= 0 or dst == home[stage.root]:
+                    return None
+                above[dst] = src
+            found.append(above)
+        return found
+
+    def variants(self, number: int) -> Iterator[Shard]:
+        """Yield mixed trees of a template, if other images may take its place."""
+        pool, weights = self._pool(number)
+        reach = np.cumsum(weights)
+        servers = self.moved.shape[1]
+        least, most = MIXED
+        count = min(most, max(least, len({template for template, _ in pool})))
+        for _ in range(count if len(pool) > 1 else 0):
+            place = np.argsort(np.argsort(self.random.whole(servers, 1 << 30), kind="stable"), kind="stable")
+            drawn = np.searchsorted(reach, (place + 0.5) / servers * reach[-1])
+            yield self._mixed(number, [pool[each] for each in drawn.tolist()])
+
+    def _pool(self, number: int) -> tuple[list[tuple[int, int]], list[float]]:
+        """Return images, as template and element, that enter servers as a template does, and their weights."""
+        pool: list[tuple[int, int]] = []
+        weights: list[float] = []
+        wanted = self.entries[number]
+        for other, entries in enumerate(self.entries if wanted is not None else ()):
+            if entries is None or wanted is None or len(entries) != len(wanted):
+                continue
+            same = np.ones(len(self.moved), dtype=bool)
+            for above, below in zip(wanted, entries, strict=True):
+                image = np.full(self.moved.shape, -1)
+                np.put_along_axis(image, self.moved, np.where(below >= 0, self.moved[:, below], -1), axis=1)
+                same &= (image == above).all(axis=1)
+            chosen = np.flatnonzero(same)
+            drawn = np.argsort(self.random.whole(len(chosen), 1 << 30), kind="stable")[:MOST_MIXED]
+            whole = float(self.symmetric.templates[other].share) * len(self.symmetric.images[other])
+            for element in np.sort(chosen[drawn]).tolist():
+                pool.append((other, element))
+                weights.append(whole / len(drawn))
+        return pool, weights
+
+    def _mixed(self, number: int, chosen: list[tuple[int, int]]) -> Shard:
+        """Return a tree whose edges into and inside each server are those of the image ``chosen`` for it.
+
+        The root's server keeps those of the template.
+        """
+        home, template = self.home, self.symmetric.templates[number]
+        for key in sorted({*chosen} - self.images.keys()):
+            self.images[key] = _moved(self.symmetric, self.symmetric.templates[key[0]], key[1])
+        stages = []
+        for place, stage in enumerate(template.stages):
+            edges = [edge for edge in stage.edges if home[edge.child] == home[stage.root]]
+            for key in sorted(set(chosen)):
+                edges += [
+                    edge
+                    for edge in self.images[key].stages[place].edges
+                    if home[edge.child] != home[stage.root] and chosen[home[edge.child]] == key
+                ]
+            stages.append(_ordered(replace(stage, edges=tuple(edges))))
+        return replace(template, stages=tuple(stages))
 
 
 def _far_elements(symmetric: ImageShards, root: int, home: NDArray[np.int64]) -> list[int]:
@@ -280,47 +331,47 @@ class _Program:
             shares.append(np.full(len(elements), whole / made[base] / len(elements)))
         return np.concatenate(shares)
 
-    @cached_property
-    def usage(self) -> csr_array:
-        """Crossings by link and column; a group of links that all columns cross alike is its narrowest."""
+    def matrix(self, bound: float) -> csr_array:
+        """Return loads over capacities at the rate ``bound``, by link and column, without links that are never full.
+
+        A group of links that all columns cross alike is its narrowest.
+        """
         from scipy.sparse import csr_array
 
-        every = np.arange(len(self.fabric.links))
-        images = [
-            link_images(self.fabric, self.symmetric.elements[list(self.elements[base])], every)
-            for base in range(len(self.symmetric.templates))
-        ]
-        rows, columns, values = [], [], []
-        for number, (template, elements) in enumerate(zip(self.templates, self.elements, strict=True)):
+        capacity = np.array([float(each) for each in self.fabric.capacity])
+        crossed = list(self._crossed())
+        most = np.zeros(len(capacity))
+        for links, times in crossed:
+            np.maximum.at(most, links, np.broadcast_to(times, links.shape))
+        rows = np.flatnonzero(most * bound > capacity)
+        row_of = np.full(len(capacity), -1)
+        row_of[rows] = np.arange(len(rows))
+        places, columns, values = [], [], []
+        for first, (links, times) in zip(self._starts, crossed, strict=False):
+            image, place = np.nonzero(row_of[links] >= 0)
+            places.append(row_of[links[image, place]])
+            columns.append(first + image)
+            values.append(times[place])
+        entries = np.concatenate(values), (np.concatenate(places), np.concatenate(columns))
+        usage = csr_array(entries, shape=(len(rows), self._starts[-1]))
+        probes = RandomStream(1).whole(4 * usage.shape[1], 1 << 20).astype(np.float64)
+        marks = np.asarray(usage @ probes.reshape(-1, 4))
+        groups = np.unique(marks, axis=0, return_inverse=True)[1].ravel()
+        order = np.lexsort((capacity[rows], groups))
+        kept = order[np.unique(groups[order], return_index=True)[1]]
+        matrix = usage[kept] * bound
+        loads = matrix.data / np.repeat(capacity[rows[kept]], np.diff(matrix.indptr))
+        return csr_array((loads, matrix.indices, matrix.indptr), shape=matrix.shape)
+
+    def _crossed(self) -> Iterator[tuple[NDArray[np.int64], Floats]]:
+        """Yield for every template (images, links) the links of its images, and how often each tree crosses them."""
+        for template, elements in zip(self.templates, self.elements, strict=True):
             crossed: Counter[int] = Counter()
             for stage in template.stages:
                 crossed.update(stage_links(stage, self.fabric))
             links = np.array(sorted(crossed), dtype=np.int64)
             times = np.array([crossed[link] for link in links.tolist()], dtype=np.float64)
-            rows.append(images[self.bases[number]][:, links].ravel())
-            columns.append(np.repeat(self._starts[number] + np.arange(len(elements)), len(links)))
-            values.append(np.tile(times, len(elements)))
-        entries = np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))
-        return csr_array(entries, shape=(len(self.fabric.links), self._starts[-1]))
-
-    def matrix(self, bound: float) -> csr_array:
-        """Return loads over capacities at the rate ``bound``, by link and column, without links that are never full."""
-        from scipy.sparse import csr_array
-
-        usage = self.usage
-        probes = RandomStream(1).whole(4 * usage.shape[1], 1 << 20).astype(np.float64)
-        _, groups = np.unique(usage @ probes.reshape(-1, 4), axis=0, return_inverse=True)
-        groups = groups.ravel()
-        capacity = np.array([float(each) for each in self.fabric.capacity])
-        order = np.lexsort((capacity, groups))
-        kept = order[np.unique(groups[order], return_index=True)[1]]
-        matrix = usage[kept] * bound
-        matrix = csr_array(
-            (matrix.data / np.repeat(capacity[kept], np.diff(matrix.indptr)), matrix.indices, matrix.indptr),
-            shape=matrix.shape,
-        )
-        largest = np.asarray(matrix.max(axis=1).todense()).ravel()
-        return matrix[np.flatnonzero(largest > 1)]
+            yield link_images(self.fabric, self.symmetric.elements[list(elements)], links), times
 
     def solve(
         self, bound: Fraction, tolerance: float, progress: Callable[[str], None] | None

@@ -9,7 +9,7 @@ epsilon, so the result is proved.
 New trees are priced in every fourth round only; in between, the cheapest of the known trees will do, which takes one
 small matrix product. Steps are longer than the worst case requires, and are halved if the loop does not end: the
 certificate does not depend on them. Lengths are scaled down together before they overflow, which changes no
-choice.
+choice. At a deadline the best of the packings that were measured is taken, with the bound that is proved by then.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from topoplan.plans.minimum_trees import UNREACHABLE, cheapest_arborescence, che
 from topoplan.solve.cuts_and_partitions import best_bound
 from topoplan.solve.packing.packing_program import Packing, TreeColumn
 from topoplan.solve.route_table import LONGEST, RouteTable
+from topoplan.solve.search_control import Deadline
 
 SMALLEST_EPSILON = 0.002
 """Below this the rounds, which grow as 1 / epsilon squared, take longer than the exact method."""
@@ -46,7 +47,7 @@ TreeOracle = Callable[[list[list[float]], int], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class MwuPacking:
-    """A packing within (1 - epsilon) of its bound; its weights are feasible up to one common factor.
+    """A packing within (1 - epsilon) of its bound, if no deadline cut it; weights are feasible up to one common factor.
 
     Flow was sent ``rounds`` times, and a cheapest tree was searched ``calls`` times.
     """
@@ -57,13 +58,19 @@ class MwuPacking:
     calls: int
 
 
-def pack_mwu(packing: Packing, *, epsilon: float = 0.05, tree_oracle: TreeOracle | None = None) -> MwuPacking:
-    """Pack by multiplicative weights until rate >= (1 - epsilon) x bound is proved.
+def pack_mwu(
+    packing: Packing,
+    *,
+    epsilon: float = 0.05,
+    tree_oracle: TreeOracle | None = None,
+    deadline: Deadline | None = None,
+) -> MwuPacking:
+    """Pack by multiplicative weights until rate >= (1 - epsilon) x bound is proved, or until ``deadline``.
 
     ``epsilon`` is from `SMALLEST_EPSILON` to 0.5, else UsageError. ``tree_oracle``, for comparisons, is another search
-    for the cheapest arborescence, called in every round instead of every fourth.
+    for the cheapest arborescence, called in every round instead of every fourth. The first round is always made.
     """
-    return _Loop(packing, checked_epsilon(epsilon), tree_oracle).run()
+    return _Loop(packing, checked_epsilon(epsilon), tree_oracle, deadline or Deadline(None)).run()
 
 
 def checked_epsilon(epsilon: float) -> float:
@@ -79,8 +86,11 @@ def checked_epsilon(epsilon: float) -> float:
 class _Loop:
     """The state of one run: lengths, and the known trees of every group."""
 
-    def __init__(self, packing: Packing, epsilon: float, tree_oracle: TreeOracle | None) -> None:
+    def __init__(
+        self, packing: Packing, epsilon: float, tree_oracle: TreeOracle | None, deadline: Deadline
+    ) -> None:
         fabric = packing.fabric
+        self.deadline = deadline
         self.packing = packing
         self.epsilon = epsilon
         self.step = 2 * epsilon
@@ -103,9 +113,9 @@ class _Loop:
         self.farthest = inf
 
     def run(self) -> MwuPacking:
-        """Send flow until the packing is within epsilon of the bound."""
+        """Send flow until the packing is within epsilon of the bound, or until the deadline."""
         every_group = np.arange(self.packing.owners)
-        rounds = 0
+        rounds, most, best = 0, 0.0, self.sent
         while True:
             if rounds % self.rounds_per_call == 0:
                 self._ask_oracle()
@@ -117,10 +127,16 @@ class _Loop:
             self.sent[every_group, chosen] += flow
             self.length *= 1 + self.step * flow * usage / self.capacity
             rounds += 1
-            if rounds % _ROUNDS_PER_CHECK == 0 or rounds < _ROUNDS_PER_CHECK:
+            late = self.deadline.over()
+            if rounds % _ROUNDS_PER_CHECK == 0 or rounds < _ROUNDS_PER_CHECK or late:
                 self._scale_down()
-                if self._rate() >= (1 - self.epsilon) * self.bound:
-                    return MwuPacking(self._weights(), self.certificate, rounds, self.calls)
+                rate = self._rate()
+                if rate > most:
+                    most, best = rate, self.sent.copy()
+                near = rate >= (1 - self.epsilon) * self.bound
+                if near or late:
+                    weights = self._weights(self.sent if near else best)
+                    return MwuPacking(weights, self.certificate, rounds, self.calls)
             if rounds % _ROUNDS_PER_STEP == 0:
                 self.step /= 2
 
@@ -219,10 +235,10 @@ class _Loop:
         if bound < self.bound:
             self.certificate, self.bound = certificate, bound
 
-    def _weights(self) -> dict[TreeColumn, Fraction]:
+    def _weights(self, sent: NDArray[np.float64]) -> dict[TreeColumn, Fraction]:
         return {
             column: Fraction(float(x)).limit_denominator(1 << 24)
             for group, columns in enumerate(self.columns)
-            for column, x in zip(columns, self.sent[group], strict=False)
+            for column, x in zip(columns, sent[group], strict=False)
             if x > 0
         }
