@@ -252,6 +252,41 @@ def test_a_leaving_rank_is_not_dead(backend: str, dies: float | None, tmp_path: 
     assert told == [told[0]] * 3
 
 
+def refuses_beside_a_death(rank: int, backend: str, folder: str) -> None:
+    """Rank 2 dies in the call that rank 1 refuses."""
+    opened = backend_at(backend, rank, 3, meeting=f"unix:{folder}/meeting", timeout=STEP_SECONDS)
+    with Communicator(plan_for(3), opened, on_failure="shrink") as comm:
+        comm.all_reduce(np.ones(MANY))
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = []
+        for step in range(4):
+            try:
+                found.append(
+                    str(comm.all_reduce("x" if (rank, step) == (1, 0) else np.full(MANY, 10.0**step))[0])
+                )
+            except UsageError as error:
+                found.append(f"{type(error).__name__}: {error}"[:44])
+        Path(folder, str(rank)).write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("backend", [pytest.param("tcp", marks=pytest.mark.thorough), "shared"])
+def test_a_rank_that_refuses_while_another_dies_stays_in_step(backend: str, tmp_path: Path) -> None:
+    """The survivors repeat the call: it refuses again, and its next call does not meet the repeated one."""
+    context = forking()
+    ranks = [
+        context.Process(target=refuses_beside_a_death, args=(rank, backend, str(tmp_path)), daemon=True)
+        for rank in range(3)
+    ]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(LIMIT_SECONDS)
+        one.kill()
+    told = [json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1)]
+    assert told == [["RefusedError: rank 1 refused the collective:", "20.0", "200.0", "2000.0"]] * 2
+
+
 def back_from_sleep(rank: int, meeting: str) -> tuple[str, list[float]]:
     """Rank 1 stops; the others go on, wake it, and end when it has heard of it."""
     plan, told = plan_for(3), Path(meeting, "told")

@@ -16,7 +16,7 @@ from collectives import Communicator
 from collectives.backends.backend import TraceEvent
 from collectives.backends.plan_and_chunk_store import PlanStore
 from collectives.backends.shared.shared_backend import SharedBackend
-from collectives.communicator import block_sums
+from collectives.communicator import block_sums, communicator
 from collectives.communicator.handle import CallQueue
 from collectives.sparse import sparse_collective
 from collectives.tables.numpy_arrays import NumpyArrays
@@ -362,13 +362,15 @@ def test_an_argument_of_another_type_on_one_rank_is_refused_by_all(
     assert len(one) == len(zero) >= len(ODD) - 1
 
 
-def lacks(what: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Let a function fail for want of memory in this thread alone, while it is told so."""
+def lacks(
+    what: Any, name: str, monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None
+) -> Callable[[bool], None]:
+    """Let a function fail, by default for want of memory, in this thread alone, while it is told so."""
     real, lacking = getattr(what, name), set[int]()
 
     def tried(*given: Any, **options: Any) -> Any:
         if threading.get_ident() in lacking:
-            raise MemoryError("no memory")
+            raise error or MemoryError("no memory")
         return real(*given, **options)
 
     monkeypatch.setattr(what, name, tried)
@@ -452,3 +454,19 @@ def test_ranks_that_prepare_or_split_otherwise_stay_in_step() -> None:
 
     plan = topoplan.plan(machine, "allreduce", gpus=[0, 1, 2, 3])
     assert in_shared_memory(plan, work, timeout=20) == [[4.0, 40.0]] * 4
+
+
+def test_an_interrupt_before_a_call_has_begun_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt = lacks(communicator, "request", monkeypatch, KeyboardInterrupt())
+
+    def work(comm: Communicator, rank: int) -> str:
+        interrupt(rank == 1)
+        with pytest.raises((KeyboardInterrupt, BackendError)) as seen:
+            comm.all_reduce(np.ones(4))
+        interrupt(False)
+        with pytest.raises(BackendError, match=r"KeyboardInterrupt in the middle of a call|make a new one"):
+            comm.all_reduce(np.ones(4))
+        return type(seen.value).__name__
+
+    plan = forest_plan(2, "allreduce", "star")
+    assert in_shared_memory(plan, work, timeout=20) == ["BackendError", "KeyboardInterrupt"]
