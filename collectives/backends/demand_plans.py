@@ -7,8 +7,9 @@ next power of two below an eighth. So no block has less than its bytes, and the 
 counts as for their demand. Blocks that stay are no traffic, and are planned alike.
 
 Blocks of an all-gather or reduce-scatter are one for each rank. They run by the trees of equal blocks, if these take at
-most `SERVED_WITHIN` of the time over the slowest cut, or `WORTH_PLANNING` more; else by trees for the blocks in parts
-of 64 of the longest. Nothing else enters that choice, so the same counts add up in the same order, whatever ran before.
+most `SERVED_WITHIN` of the time over the slowest cut, or little more: `WORTH_PLANNING`, and what `REPEATS` calls must
+save to pay for packing. Else they run by trees for the blocks in parts of 64 of the longest. Nothing else enters that
+choice, so the same counts add up in the same order, whatever ran before.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from topoplan.plans.certificates.certificate import OneFabric
 from topoplan.plans.certificates.exchange import Demand, DemandMatrix
 from topoplan.plans.loads import stage_links
 from topoplan.plans.plan import ALL_TO_ALL, Plan
-from topoplan.solve.packing.block_trees import can_plan_blocks, least_time
+from topoplan.solve.packing.block_trees import MOST_PACKED, can_plan_blocks, least_time
 
 SERVED_WITHIN = Fraction(9, 8)
 """The most of the least possible time that counts may take by the plan of other ones."""
@@ -50,6 +51,9 @@ MOST_GATHERED = 64
 
 WORTH_PLANNING = Fraction(1, 50_000)
 """Seconds that trees for the blocks must save: about the starts of the edges by which they may be higher."""
+
+REPEATS = 500
+"""Calls in which trees for the blocks must save the time of packing them: counts may change with every call."""
 
 STEPS = 8
 """Parts of the longest block to which the others are rounded."""
@@ -147,7 +151,13 @@ def is_worth_planning(even: PlanKey, blocks: Sequence[int], itemsize: int) -> bo
         return False
     time = _crossings(even).time(np.array(blocks, dtype=np.int64))
     least = least_time(_fabric(even), even.plan.collective, blocks)
-    return time > least * SERVED_WITHIN and (time - least) * itemsize > WORTH_PLANNING * 10**9
+    worth = max(WORTH_PLANNING, _packing_seconds(len(blocks)) / REPEATS)
+    return time > least * SERVED_WITHIN and (time - least) * itemsize > worth * 10**9
+
+
+def _packing_seconds(ranks: int) -> Fraction:
+    """Return about how long trees are packed: 50 ms among 8 ranks and 0.8 s among 16 by a program, then over hubs."""
+    return Fraction(ranks**4, 20 * 8**4) if ranks <= MOST_PACKED else Fraction(ranks**2, 10 * 64**2)
 
 
 @lru_cache(maxsize=64)

@@ -230,7 +230,7 @@ def test_a_long_block_runs_by_trees_for_it(collective: str) -> None:
 
 def test_a_long_block_of_twenty_ranks_runs_by_trees_over_hubs() -> None:
     """Two calls share a plan each; no rank relays more than two edges deep."""
-    counts = [1_500_000, *[20_000] * 18, 0]
+    counts = [3_000_000, *[20_000] * 18, 0]
     with Communicator(topoplan.plan("gb200-nvl72", gpus=range(20)), chunk_bytes=1 << 20) as comm:
         for _ in range(2):
             blocks = blocks_of(counts, (), "int8")
