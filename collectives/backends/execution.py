@@ -291,7 +291,7 @@ class Execution(Generic[Array]):
                 backend.empty(shape, first) if output is None and rank in kind.holders else output
                 for rank, shape, output in zip(backend.ranks, kind.shapes, request.outputs, strict=True)
             ]
-        number = self._prepared_calls + 1  # of those that no rank refused
+        number = self._prepared_calls + 1  # calls that a rank refused do not count
         self.agree(**_agreed_fields(kind), prepared=number)
         self._prepared_calls = number
         return PreparedRequest(self, replace(request, outputs=outputs, prepared=number))

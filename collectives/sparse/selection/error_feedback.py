@@ -444,7 +444,7 @@ def warm_up_density(epoch: int, density: float = 0.001) -> float:
 
 
 def real_number(value: Any) -> float:
-    """Return a value as a float: nan if it is no real number, infinity above the largest one."""
+    """Return a value as a float: nan for other types, infinity above the largest one."""
     try:
         number: float = float(value) if isinstance(value, Real) else math.nan
     except OverflowError:
