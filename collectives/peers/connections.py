@@ -607,14 +607,21 @@ class Connection:
                 self._waiting.append(data)
 
     def detach(self) -> socket.socket:
-        """Return the socket, blocking, after the message that was received last or all that were sent."""
+        """Return the socket, blocking, after the message that was received last or all that were sent.
+
+        Raises `OSError`, with the socket closed, if the other end has gone.
+        """
         self._leave()
         with self._sending:
-            self.socket.setblocking(True)
-            if self._tls is not None:
-                self._tls.write(self._out)
-                self._out = self._cipher + self._tls.pending()
-            self.socket.sendall(self._out)
+            try:
+                self.socket.setblocking(True)
+                if self._tls is not None:
+                    self._tls.write(self._out)
+                    self._out = self._cipher + self._tls.pending()
+                self.socket.sendall(self._out)
+            except OSError:
+                self.socket.close()
+                raise
             self._out.clear()
         if self._tls is None:
             return self.socket

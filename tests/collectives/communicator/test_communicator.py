@@ -432,7 +432,7 @@ def test_a_rank_that_fails_between_two_transfers_of_a_collective_ends_the_job(
 
     zero, one = in_shared_memory(forest_plan(2, "allreduce", "star"), work, timeout=20)
     assert "make a new one" in zero
-    assert "rank 1 failed within a collective: MemoryError: no memory" in one
+    assert "rank 1 left a collective: MemoryError: no memory" in one
 
 
 def test_ranks_that_prepare_or_split_otherwise_stay_in_step() -> None:
