@@ -89,8 +89,8 @@ def requested_plan(
         return None
     collective = check_collective(options.collective or "allreduce")
     if is_torus_name(options):
-        # A torus of hosts is listed for times, faults, and what is not planned by kind there.
-        listed = plans or collective not in IN_TORUS
+        # A torus of hosts is listed for faults, and what is not planned by kind there.
+        listed = collective not in IN_TORUS
         listed = listed or any(getattr(options, name) is not None for name in FAULT_OPTIONS)
         cluster = None if listed else read_large(options, None)
     else:
@@ -197,11 +197,6 @@ def run_comparison(options: argparse.Namespace, plan: PlanByKind) -> Answer:
     named = {"machine": plan.cluster.name, "collective": plan.collective, "notes": list(plan.notes)}
     every = {"schedules": {one.name: one.rate for one in others}}
     return Answer(text=text, value=lambda: {**named, **row, **every}, rows=lambda: [row], notes=plan.notes)
-
-
-def is_timed_as_a_list(plan: PlanByKind) -> bool:
-    """Return whether a plan is small enough for a list, and has times only there, as that of a torus."""
-    return plan.cluster.network.kind == "torus" and plan.size <= MOST_LISTED_INSTEAD
 
 
 def run_sizes(

@@ -70,9 +70,7 @@ def requested_cluster(options: argparse.Namespace, topology: Topology | None) ->
     if topology is None and is_torus_name(options):
         # A torus of hosts is listed for all that is not planned by kind there.
         listed = listed or check_collective(options.collective) not in IN_TORUS
-        listed = listed or any(
-            getattr(options, name) is not None for name in ("sizes", "survive", *FAULT_OPTIONS)
-        )
+        listed = listed or any(getattr(options, name) is not None for name in ("survive", *FAULT_OPTIONS))
     cluster = None if listed else read_large(options, topology)
     if options.bound_only and cluster is not None and cluster.size <= MOST_LISTED_INSTEAD:
         cluster = None
@@ -494,7 +492,9 @@ class KindTimes:
         from topoplan.model.times_by_size import rounded, time_bound
 
         clock = KindClock(plan)
-        bound = time_bound(plan.fabric, plan.collective, plan.sample_root, (), plan.exact_bound())
+        bound = time_bound(
+            plan.fabric, plan.collective, plan.sample_root, (), plan.exact_bound(), diameter=clock.diameter
+        )
         times = [clock.time(size) for size in sizes]
         self.start_ups = clock.start_ups
         self.messages, self.in_turn = clock.nic_start_ups

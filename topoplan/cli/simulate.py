@@ -36,6 +36,7 @@ from topoplan.cli.plan_sizes import describe_schedule
 from topoplan.cli.sources import (
     MACHINE_OPTIONS,
     apply_machine_options,
+    is_torus_name,
     may_be_large,
     read_plan_or_machine,
 )
@@ -211,11 +212,11 @@ def run(options: argparse.Namespace) -> Answer:
     late = arguments.late_seconds(options.late)
     if late and (options.trace or options.headroom is not None):
         raise UsageError("--late is of the times alone; leave --trace and --headroom out")
-    if may_be_large(options):
+    if may_be_large(options) or is_torus_name(options):
         from topoplan.cli import large_cluster
 
         large = large_cluster.requested_plan(options, ("trace", "headroom", "plot"), plans=True)
-        if large is not None and not large_cluster.is_timed_as_a_list(large):
+        if large is not None:
             return large_cluster.run_sizes(options, large, sizes, late)
     with progress_line("planning") as progress:
         plan = _plan(options, progress)

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from numbers import Integral, Real
 
 import numpy as np
+from numpy.typing import NDArray
 
 from topoplan.errors import UsageError
 from topoplan.model.dataflow import LAUNCH, Dataflow, Floats, Indices, Starters, dataflow, starters
@@ -80,6 +81,29 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class EarliestStarts:
+    """The chains around the earliest copy of each hop, if a hop stands for copies that are not equally late.
+
+    waits, followers: for every hop, the hops before its earliest copy, and behind the copy that has the shortest chain.
+    any_wait, any_follower: (F,) bool, whether one of them counts, the shortest, or all, the longest.
+    """
+
+    waits: tuple[tuple[int, ...], ...]
+    followers: tuple[tuple[int, ...], ...]
+    any_wait: NDArray[np.bool_]
+    any_follower: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShortestChains:
+    """`EarliestStarts` as levels of hops, in the direction of the data and against it."""
+
+    forward: tuple[Level, ...]
+    backward: tuple[Level, ...]
+    of: EarliestStarts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
     """A dataflow as arrays, for times of many sizes and numbers of chunks at once.
 
@@ -89,6 +113,7 @@ class Pipeline:
     held: (F, 1) float64, seconds after the start of its channel at which both ranks of a hop have come.
     forward, backward: levels in the direction of the data and against it.
     latency: seconds at size zero: launch, start and longest chain of start-ups of the last part.
+    earliest: chains around the earliest copies of hops; None if all copies of a hop are equally late.
     """
 
     flow: Dataflow
@@ -102,6 +127,7 @@ class Pipeline:
     forward: tuple[Level, ...]
     backward: tuple[Level, ...]
     latency: float
+    earliest: ShortestChains | None = None
 
     def bandwidth_seconds(self, nbytes: float) -> float:
         """Return D / rate, the seconds that the fullest link is busy."""
@@ -164,6 +190,10 @@ class Pipeline:
         after = longest_chains(alone, self.backward)
         waiting = rounds * self.others * nbytes * (k + 1) / k
         pipelined = before + k * alone + after + waiting
+        if self.earliest is not None:
+            some = self.earliest
+            before = longest_chains(alone, some.forward, self.held, any_of=some.of.any_wait)
+            after = longest_chains(alone, some.backward, any_of=some.of.any_follower)
         started = self.starters.longest(before, k * self.alpha, alone - self.alpha + after)
         through: Floats = np.maximum(pipelined, started)
         return through
@@ -175,12 +205,14 @@ def pipeline(
     *,
     late: Mapping[int, float] | None = None,
     link_classes: Sequence[int] | None = None,
+    earliest: EarliestStarts | None = None,
 ) -> Pipeline:
     """Return a dataflow as arrays for `Pipeline.seconds`.
 
     starting: replaces its `starters`.
     late: seconds by which ranks of the fabric come after the launch; the shards of the flow are then all listed, or
     ``link_classes`` has the equivalence class of every link, as late ranks leave them.
+    earliest: given if copies of one hop are not equally late.
     """
     alpha = np.array([[hop.alpha] for hop in flow.hops])
     pace = np.array([[hop.pace * flow.shares[hop.shard]] for hop in flow.hops])
@@ -232,6 +264,11 @@ def pipeline(
         forward=forward,
         backward=levels_of(flow.followers, numbers[::-1]),
         latency=LAUNCH + max(lane.start + float(ends[lane.hops].max(initial=0.0)) for lane in lanes),
+        earliest=None
+        if earliest is None
+        else ShortestChains(
+            levels_of(earliest.waits, numbers), levels_of(earliest.followers, numbers[::-1]), earliest
+        ),
     )
 
 
@@ -277,17 +314,28 @@ def chunk_counts(schedule: Pipeline, nbytes: int, chunk_bytes: int | None) -> tu
     return tuple(max(1, math.ceil(share * nbytes / chunk_bytes)) for share in schedule.flow.shares)
 
 
-def longest_chains(seconds: Floats, levels: tuple[Level, ...], held: Floats | None = None) -> Floats:
+def longest_chains(
+    seconds: Floats,
+    levels: tuple[Level, ...],
+    held: Floats | None = None,
+    *,
+    any_of: NDArray[np.bool_] | None = None,
+) -> Floats:
     """Return the length of the longest chain of hops that ends before each hop; 0 for a hop that waits for none.
 
     seconds: (F, C) float64, time of every hop; the result has the same shape.
     held: (F, 1) float64, the time before which each hop does not start; None for 0.
+    any_of: (F,) bool, the hops that wait for one of the others, the first to end; None for no such hop.
     """
     reach = np.zeros_like(seconds)
     if held is not None:
         reach += held
     for level in levels:
-        ended = np.maximum.reduceat(reach[level.waits] + seconds[level.waits], level.starts, axis=0)
+        ends = reach[level.waits] + seconds[level.waits]
+        ended = np.maximum.reduceat(ends, level.starts, axis=0)
+        if any_of is not None and any_of[level.hops].any():
+            first = np.minimum.reduceat(ends, level.starts, axis=0)
+            ended = np.where(any_of[level.hops][:, None], first, ended)
         reach[level.hops] = np.maximum(reach[level.hops], ended)
     return reach
 

@@ -24,8 +24,10 @@ from numpy.typing import NDArray
 from topoplan.errors import PlanError, UsageError
 from topoplan.machine.cluster_by_kind import Cell, ClusterSample, ServerPlace
 from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Link
 from topoplan.model.closed_form import Pipeline, Timeline, check_late, pipeline, timeline
 from topoplan.model.dataflow import Dataflow, Hop, Indices, Starters, flow_of
+from topoplan.model.torus_dataflow import torus_dataflow, torus_diameter
 from topoplan.plans.kind_exchange import KindPath, placings
 from topoplan.plans.kind_images import local_numbers
 from topoplan.plans.kind_templates import (
@@ -66,11 +68,15 @@ class KindClock:
     @cached_property
     def schedule(self) -> Pipeline:
         """The dataflow as arrays; UsageError for a late rank that does not exist."""
-        flow, starting = kind_dataflow(self.plan)
+        earliest = None
+        if self.plan.cluster.network.kind == "torus":
+            flow, starting, earliest = torus_dataflow(self.plan)
+        else:
+            flow, starting = kind_dataflow(self.plan)
         if not self.late:
-            return pipeline(flow, starting)
+            return pipeline(flow, starting, earliest=earliest)
         classes, _ = self.plan.sample.link_classes(flow.fabric.links)
-        return pipeline(flow, starting, late=self.late_of_sample, link_classes=classes)
+        return pipeline(flow, starting, late=self.late_of_sample, link_classes=classes, earliest=earliest)
 
     @cached_property
     def late_of_sample(self) -> dict[int, float]:
@@ -99,8 +105,13 @@ class KindClock:
         return self.time(0).seconds
 
     @cached_property
+    def diameter(self) -> float | None:
+        """Least seconds of start-ups to the farthest server of a torus; None elsewhere, as the sample has it."""
+        return torus_diameter(self.plan) if self.plan.cluster.network.kind == "torus" else None
+
+    @cached_property
     def nic_start_ups(self) -> tuple[int, float]:
-        """Messages of the busiest link of a NIC in one call, and the seconds if they start one after another.
+        """Messages of the busiest link of a NIC, or cable of a server, in one call, and the seconds if they queue.
 
         The closed form queues the start-ups of one pair of GPUs; those of different pairs begin at once. Every tree is
         one chunk here; more chunks are more messages.
@@ -110,17 +121,27 @@ class KindClock:
         classes, counts = plan.sample.link_classes(links)
         messages, seconds = [0] * len(counts), [0.0] * len(counts)
         stands = [_stands(plan, template) for template in plan.templates]
-        for hop in flow.hops:
+        # In a torus every hop is on one route, whose copies start on each server.
+        on_each = self.schedule.starters.copies if plan.cluster.network.kind == "torus" else None
+        for number, hop in enumerate(flow.hops):
             upwards = plan.templates[hop.shard].stages[hop.stage].op == "reduce"
-            times = flow.counts[hop.shard] * stands[hop.shard][home[hop.src if upwards else hop.dst]]
+            if on_each is None:
+                times = flow.counts[hop.shard] * stands[hop.shard][home[hop.src if upwards else hop.dst]]
+            else:
+                times = int(on_each[number]) * plan.cluster.servers
             for link in hop.links:
-                # A wire of a NIC joins a device of a server and a switch.
-                if links[link].channel == "network" and ("." in links[link].src) != ("." in links[link].dst):
+                if links[link].channel == "network" and _leaves_server(links[link]):
                     messages[classes[link]] += times
                     seconds[classes[link]] += times * hop.alpha
         each = [(seconds[row] / count, messages[row] // count) for row, count in enumerate(counts)]
         slowest, number = max(each, default=(0.0, 0))
         return number, slowest
+
+
+def _leaves_server(link: Link) -> bool:
+    """Return whether a link joins a device of a server to a switch of the network, or to another server."""
+    src, dst = (name.split(".")[0] for name in (link.src, link.dst))
+    return ("." in link.src or "." in link.dst) and src != dst
 
 
 SOURCES = 32
@@ -135,12 +156,8 @@ MOST_TREES = 10_000_000
 def kind_dataflow(plan: PlanByKind) -> tuple[Dataflow, Starters]:
     """Return the hops of a plan by kind on its sample, and the copies that the routes of the whole cluster start.
 
-    UsageError for a torus, whose servers forward one after another.
+    Those of a torus, whose servers forward one after another, are of `topoplan.model.torus_dataflow`.
     """
-    if plan.cluster.network.kind == "torus":
-        raise UsageError(
-            "times of a torus of servers need the list of its GPUs; plan the listed cluster (--listed)"
-        )
     sample, fabric = plan.sample, plan.fabric
     stands = [_stands(plan, template) for template in plan.templates]
     home = sample.servers_of(fabric.ranks)
@@ -187,7 +204,7 @@ def _starters(
             groups = [sample.groups[name] for name in third_groups(sample, _route(fabric, hop))]
             alike.setdefault(pattern, []).append((number, copies / placings(sample, (parent, child), groups)))
         else:
-            assert isinstance(template, KindTemplate), "a torus is refused above"
+            assert isinstance(template, KindTemplate), "a torus has a dataflow of its own"
             marked = (template.root, template.centre, template.entries, template.shifts)
             passed = sorted(third_groups(sample, _route(fabric, hop)).values())
             thirds = tuple(turns[hop.shard][leaf_class] for leaf_class in passed)

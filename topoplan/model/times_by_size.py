@@ -181,15 +181,25 @@ class TimeBound:
 
 
 def time_bound(
-    fabric: Fabric, collective: str, root: int | None, limits: Sequence[Limit], rate: Fraction | None
+    fabric: Fabric,
+    collective: str,
+    root: int | None,
+    limits: Sequence[Limit],
+    rate: Fraction | None,
+    *,
+    diameter: float | None = None,
 ) -> TimeBound:
-    """Return the bound on time that limits and a bound on the rate prove."""
+    """Return the bound on time that limits and a bound on the rate prove.
+
+    ``diameter`` is in seconds; None for that of the fabric.
+    """
     if fabric.size == 1:
         return TimeBound(((0.0, None),))
     if limits and (fabric.split or fabric.in_network or fabric.helpers):
         raise PlanError("chain limits need one kind of wire, no helpers, and switches that only forward")
     start_ups = least_start_ups(fabric)
-    diameter = start_up_diameter(fabric, collective, root)
+    if diameter is None:
+        diameter = start_up_diameter(fabric, collective, root)
     starts = [one.seconds(fabric, collective, start_ups) for one in limits if isinstance(one, StartLimit)]
     known = [
         (one.chain, one.bound(fabric, collective, root, start_ups))

@@ -364,5 +364,3 @@ def test_what_a_torus_by_kind_does_not_plan_is_refused() -> None:
         plan_by_kind(mixed, "all_reduce")
     with pytest.raises(UsageError, match="faults of a torus of servers need the list"):
         torus.with_faults(without_gpus=[3])
-    with pytest.raises(UsageError, match="times of a torus of servers need the list"):
-        topoplan.simulate(plan_by_kind(torus, "all_gather"), "1MB")
