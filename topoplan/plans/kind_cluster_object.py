@@ -62,6 +62,7 @@ def cluster_object(cluster: ClusterByKind) -> dict[str, object]:
             "kind": network.kind,
             **{key: value for key, value in stated.items() if value is not None},
             **({"uplinks": [list(row) for row in cluster.uplinks]} if cluster.uplinks else {}),
+            **({"in_network": True} if cluster.in_network else {}),
         },
     }
 
@@ -113,7 +114,10 @@ def cluster_from_object(item: object) -> ClusterByKind:
         counts = ("rails", "leaf_size", "pod_size", "group_size")
         ratios = ("oversubscription", "pod_oversubscription", "global_gbps")
         lists = ("sides", "dimension_nics")
-        check_known(network, ("kind", *counts, *ratios, *lists, "uplinks"), "cluster: network")
+        check_known(network, ("kind", *counts, *ratios, *lists, "uplinks", "in_network"), "cluster: network")
+        merging = network.get("in_network", False)
+        if not isinstance(merging, bool):
+            raise PlanError(f"cluster: in_network must be true or false, got {merging!r}"[:200])
         stated: dict[str, Any] = {
             key: (read_whole if key in counts else read_number)(network[key], f"cluster: {key}")
             for key in (*counts, *ratios)
@@ -136,6 +140,7 @@ def cluster_from_object(item: object) -> ClusterByKind:
             uplinks=tuple(
                 _read_uplink(row) for row in read_list(network.get("uplinks", []), "cluster: uplinks")
             ),
+            in_network=merging,
         )
     except (TopologyError, UsageError) as error:
         raise PlanError(f"cluster: {error}") from None

@@ -19,6 +19,7 @@ import pytest
 import topoplan
 from tests.conftest import Run
 from tests.support.kind_clusters import (
+    plan_in_network,
     plan_of_groups,
     plan_of_three_levels,
     random_cluster,
@@ -103,6 +104,14 @@ def test_times_are_those_of_the_list(seed: int) -> None:
     plan = random_plan(seed, most=36)
     assert plan is not None
     agree(plan)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(16))
+def test_times_with_switches_that_add_are_those_of_the_list(seed: int) -> None:
+    plan = plan_in_network(seed, most=24)
+    if plan is not None:
+        agree(plan)
 
 
 def agree_if_late(plan: PlanByKind, seed: int) -> None:
