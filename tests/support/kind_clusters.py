@@ -151,6 +151,55 @@ def plan_of_groups(seed: int, *, most: int) -> PlanByKind | None:
     return _plan(random_dragonfly(seed, most=most), seed)
 
 
+def random_in_network(seed: int, *, most: int) -> ClusterByKind | None:
+    """Return a cluster whose NVSwitches, or switches of the network, copy and add, as `random_cluster`."""
+    rng = random.Random(f"in-network {seed}")
+    servers = []
+    for _ in range(rng.choice([1, 1, 2])):
+        gpus = list(range(rng.choice([1, 2, 4]))) if rng.random() < 0.5 else None
+        machine = rng.choice(["dgx-h100", "dgx-h100", "dgx-2", "dgx-a100", "v100x4"])
+        servers.append(Server(machine, gpus, nic_gbps=rng.choice([None, 50, 800]), count=rng.randint(1, 5)))
+    network = rng.choice(["switch", "rail-optimised", "fat-tree", "fat-tree", "dragonfly"])
+    more: dict[str, Any] = {}
+    if network == "fat-tree":
+        more = {"leaf_size": rng.randint(1, 3), "oversubscription": rng.choice([None, 2, 3.5])}
+        more |= {"pod_size": rng.randint(1, 3)} if rng.random() < 0.2 else {}
+    elif network == "rail-optimised":
+        more = {"oversubscription": rng.choice([None, 2])}
+    elif network == "dragonfly":
+        more = {"group_size": rng.randint(1, 3), "global_gbps": rng.choice([20, 300])}
+    access = rng.choice(["direct", "pcie"])
+    which = rng.choice(["nvswitch", "nvswitch", "all", "switch"])
+    try:
+        found = topoplan.cluster_by_kind(
+            servers, nic_gbps=400, nics=rng.choice([None, 2]), nic_access=access, network=network, **more
+        ).with_in_network(which)
+    except TopoplanError:
+        return None
+    return found if found.servers > 1 and found.size <= most else None
+
+
+def plan_in_network(seed: int, *, most: int) -> PlanByKind | None:
+    """Return a plan of a collective on such a cluster; None if it cannot be planned by kind."""
+    return _plan(random_in_network(seed, most=most), seed)
+
+
+def changed_switches(rng: random.Random, value: dict[str, Any]) -> dict[str, Any]:
+    """Return the object of a plan file after `changed_file`, or with other switches that copy and add."""
+    if rng.random() < 0.7:
+        return changed_file(rng, value)
+    value = copy.deepcopy(value)
+    network = value["cluster"]["network"]
+    devices = [one for kind in value["cluster"]["kinds"] for one in kind["machine"]["devices"]]
+    switches = [one for one in devices if one["kind"] == "nvswitch"]
+    if switches and rng.random() < 0.7:
+        key, one = rng.choice(["multicast", "reduce"]), rng.choice(switches)
+        one[key] = not one.get(key, False)
+    else:
+        network["in_network"] = not network.get("in_network", False)
+    return value
+
+
 def _plan(cluster: ClusterByKind | None, seed: int) -> PlanByKind | None:
     if cluster is None:
         return None

@@ -143,7 +143,7 @@ def run(options: argparse.Namespace) -> Answer:
     if (may_be_large(options) or is_torus_name(options)) and not options.all_allocations:
         from topoplan.cli import large_cluster
 
-        large = large_cluster.requested_plan(options, ("plot",))
+        large = large_cluster.requested_plan(options, ("plot", "in_network"))
         if large is not None:
             return large_cluster.run_comparison(options, large)
     if options.all_allocations:

@@ -38,6 +38,7 @@ from topoplan.cli.sources import (
     read_large,
     read_plan_text,
     read_topology,
+    requested_in_network,
 )
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
@@ -61,7 +62,7 @@ from topoplan.schedules.nccl_tuning import (
 from topoplan.solve.packing.kind_composition import plan_by_kind
 from topoplan.units import bus_factor, counted, format_size, labelled, number_ranges, rate_words
 
-LISTED_ONLY = ("gpus", "in_network", "size")
+LISTED_ONLY = ("gpus", "size")
 """Options of an allocation that need the list of its GPUs."""
 
 
@@ -95,6 +96,7 @@ def requested_plan(
         cluster = None if listed else read_large(options, None)
     else:
         cluster = large_cluster(options, ())
+    cluster = requested_in_network(options, cluster)
     if cluster is None:
         return None
     try:

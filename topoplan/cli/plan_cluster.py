@@ -34,13 +34,14 @@ from topoplan.cli.sources import (
     is_torus_name,
     read_large,
     refuse_listing,
+    requested_in_network,
     server_number,
 )
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
 from topoplan.machine.fabric import channel_words
 from topoplan.machine.hardware import with_capable
-from topoplan.machine.topology import Topology
+from topoplan.machine.topology import IN_NETWORK, Topology
 from topoplan.plans.certificates.kind_lengths import IN_TORUS
 from topoplan.plans.plan import ALL_TO_ALL, check_collective
 from topoplan.plans.plan_by_kind import AnyTemplate, PlanByKind
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from topoplan.solve.survival_by_kind import SurvivalByKind
 
 _LISTED_ONLY = (
-    *("gpus", "in_network", "explain", "plot", "height", "epsilon", "threshold", "time_limit", "tolerance"),
+    *("gpus", "explain", "plot", "height", "epsilon", "threshold", "time_limit", "tolerance"),
     *("order", "demand", "size", "density", "schedule_file", "engine", "mesh", "flow_gbps", "late"),
 )
 """Options of listed plans, if they are given."""
@@ -74,6 +75,7 @@ def requested_cluster(options: argparse.Namespace, topology: Topology | None) ->
     cluster = None if listed else read_large(options, topology)
     if options.bound_only and cluster is not None and cluster.size <= MOST_LISTED_INSTEAD:
         cluster = None
+    cluster = requested_in_network(options, cluster)
     if options.list is not None and cluster is None:
         raise UsageError(
             f"--list needs a cluster of more than {MOST_LISTED} GPUs that is planned by kind; leave --list out, or "
@@ -234,8 +236,12 @@ def without_words(plan: PlanByKind) -> str:
 
     Lengths of links between servers prove their bound with it too, as every server is entered in any case.
     """
-    capable = {device.name for device in with_capable(plan.sample.topology).devices if device.capable}
-    crossed = any(capable & {src, dst} for src, dst, _ in plan.lengths)
+    idle = {
+        device.name
+        for device in with_capable(plan.sample.topology).devices
+        if set(device.capable) - {name for name in IN_NETWORK if getattr(device, name)}
+    }
+    crossed = any(idle & {src, dst} for src, dst, _ in plan.lengths)
     return "without in-network reduction" if crossed else ""
 
 
@@ -389,11 +395,17 @@ def _survival_lines(book: SurvivalByKind, *, every: bool) -> Iterator[str]:
 class ServerPart:
     """The traffic of one server in a plan by kind.
 
-    ``name`` is that of a server, such as s17. UsageError if the cluster has no such server.
+    ``name`` is that of a server, such as s17. UsageError if the cluster has no such server, or switches that copy or
+    add.
     """
 
     def __init__(self, plan: PlanByKind, name: str) -> None:
         self.plan, self.name, self.server = plan, name, server_number(plan.cluster, name, "--list")
+        if plan.fabric.in_network:
+            raise UsageError(
+                "--list counts what GPUs send to each other, and switches that copy or add send less; leave it out, or "
+                "leave in-network reduction out"
+            )
         self.cell = plan.cluster.place(self.server).cell
 
     def rows(self) -> list[dict[str, object]]:

@@ -263,6 +263,19 @@ def read_large(options: argparse.Namespace, topology: Topology | None) -> Cluste
     return faulty_by_kind(options, cluster)
 
 
+def requested_in_network(options: argparse.Namespace, cluster: ClusterByKind | None) -> ClusterByKind | None:
+    """Return a large cluster with the switches of ``--in-network``, if it is given.
+
+    None for one whose switches copy or add if it is listed: up to `MOST_LISTED_INSTEAD` GPUs.
+    """
+    which = options.in_network
+    if cluster is None or (which is None and not cluster.merges):
+        return cluster
+    if cluster.size <= MOST_LISTED_INSTEAD:
+        return None
+    return cluster if which is None else cluster.with_in_network(which)
+
+
 def _from_file(options: argparse.Namespace) -> ClusterByKind | None:
     given = (*DESCRIPTION_OPTIONS, *NETWORK_OPTIONS, "overlay")
     if any(getattr(options, name) is not None for name in given):

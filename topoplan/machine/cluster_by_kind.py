@@ -92,8 +92,9 @@ class ClusterByKind:
     ``kinds`` are wired servers, and ``runs`` are (kind, number of servers) in the order of the servers' numbers.
     ``nics`` are those of the server with most; ``latency`` is in seconds, for the wires of NICs. ``uplinks`` are leaves
     or rails whose links with the spine faults have changed: switch, GB/s up and down. ``global_links`` are links of a
-    dragonfly that they have changed: numbers of two groups, GB/s to the second and back, 0 without a link. UsageError
-    for no server, more than `MOST_SERVERS`, or no GPU.
+    dragonfly that they have changed: numbers of two groups, GB/s to the second and back, 0 without a link.
+    ``in_network`` says whether the network's switches copy and add. UsageError for no server, more than
+    `MOST_SERVERS`, or no GPU.
     """
 
     name: str
@@ -106,6 +107,7 @@ class ClusterByKind:
     source: str = ""
     uplinks: tuple[tuple[str, float, float], ...] = ()
     global_links: tuple[tuple[int, int, float, float], ...] = ()
+    in_network: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.servers <= MOST_SERVERS:
@@ -473,6 +475,8 @@ class ClusterByKind:
             for link in wires
             if rates.get((link.src, link.dst)) != 0
         ]
+        if self.in_network:
+            switches = [replace(switch, multicast=True, reduce=True) for switch in switches]
         return Topology(self.name, (*devices, *switches), (*links, *wires), self.notes, self.source)
 
     @cached_property
@@ -520,6 +524,22 @@ class ClusterByKind:
         from topoplan.machine.faults_by_kind import with_faults
 
         return with_faults(self, slow_links or {}, without_links, without_devices, without_gpus)
+
+    @property
+    def merges(self) -> bool:
+        """Whether a switch of the network, or of a server, copies or adds."""
+        return self.in_network or any(
+            one.multicast or one.reduce for kind in self.kinds for one in kind.devices
+        )
+
+    def with_in_network(self, which: str) -> ClusterByKind:
+        """Return the cluster with all switches of some kinds copying and adding, and no other device.
+
+        ``which`` and errors are those of `topoplan.machine.variants.with_in_network`.
+        """
+        from topoplan.machine.variants import cluster_in_network
+
+        return cluster_in_network(self, which)
 
 
 def _sampled_leaves(cell: Cell, most: int) -> list[int]:

@@ -20,9 +20,11 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from topoplan.errors import UsageError
 from topoplan.machine.half_duplex import merged, whole_ends
+from topoplan.machine.hardware import with_capable
 from topoplan.machine.topology import (
     FASTEST,
     IN_NETWORK,
@@ -36,6 +38,9 @@ from topoplan.machine.topology import (
     is_number,
     without_named,
 )
+
+if TYPE_CHECKING:
+    from topoplan.machine.cluster_by_kind import ClusterByKind
 
 
 def equivalent_servers(topology: Topology) -> tuple[tuple[str, ...], ...]:
@@ -448,24 +453,81 @@ def with_in_network(topology: TopologyLike, which: str) -> Topology:
     ``which`` is none, nvswitch, switch (of the network) or all. A switch without a stated capability adds a note.
     """
     topology = as_topology(topology)
+    kinds = _in_network_kinds(which)
+    used = [device for device in topology.devices if device.kind in kinds]
+    _check_in_network(topology.name, kinds, bool(used))
+    assumed = [device.name for device in used if not _states_capability(device)]
+    return replace(
+        topology,
+        devices=_in_network_devices(topology.devices, kinds),
+        notes=(*topology.notes, *_assumed_note(assumed[:2], len(assumed))),
+    )
+
+
+def cluster_in_network(cluster: ClusterByKind, which: str) -> ClusterByKind:
+    """Return a cluster by kind as `with_in_network` returns its list.
+
+    NVSwitches have the capabilities of the generation of their GPUs (`topoplan.machine.hardware.with_capable`).
+    """
+    kinds = _in_network_kinds(which)
+    able = [
+        replace(kind, devices=with_capable(Topology("", kind.devices, kind.links)).devices)
+        for kind in cluster.kinds
+    ]
+    joined = "switch" in kinds and cluster.network.kind != "torus"
+    used = [[device for device in kind.devices if device.kind in kinds] for kind in able]
+    _check_in_network(cluster.name, kinds, joined or any(used))
+    assumed, number, first = list[str](), 0, 0
+    for kind, count in cluster.runs:
+        names = [device.name for device in used[kind] if not _states_capability(device)]
+        assumed += [f"s{server}.{name}" for server in range(first, first + min(count, 2)) for name in names][
+            :2
+        ]
+        number += count * len(names)
+        first += count
+    if joined:
+        # The sample has every switch but leaves and pods equal to others.
+        switches = [device.name for device in cluster.sample(2).topology.devices if "." not in device.name]
+        assumed += switches
+        number += len(switches)
+        if cluster.network.leaf:
+            leaves = len(cluster.leaves)
+            pods = -(-leaves // cluster.pod_size) if cluster.network.pod_size else 0
+            named = sum(name.startswith((cluster.network.leaf, "pod")) for name in switches)
+            number += leaves + pods - named
+    return replace(
+        cluster,
+        kinds=tuple(replace(kind, devices=_in_network_devices(kind.devices, kinds)) for kind in able),
+        in_network=joined,
+        notes=(*cluster.notes, *_assumed_note(assumed[:2], number)),
+    )
+
+
+def _in_network_kinds(which: str) -> tuple[str, ...]:
     if which not in IN_NETWORK_CHOICES:
         raise UsageError(f"in-network {which!r} is unknown; use one of {', '.join(IN_NETWORK_CHOICES)}")
-    kinds = IN_NETWORK_CHOICES[which]
-    used = [device for device in topology.devices if device.kind in kinds]
+    return IN_NETWORK_CHOICES[which]
+
+
+def _check_in_network(name: str, kinds: Sequence[str], used: bool) -> None:
     if kinds and not used:
         raise UsageError(
-            f"{topology.name} has no {' or '.join(kinds)} that could copy and add; leave --in-network out"
+            f"{name} has no {' or '.join(kinds)} that could copy and add; leave --in-network out"
         )
-    assumed = [device.name for device in used if not _states_capability(device)]
-    more = f" and {len(assumed) - 2} more" if len(assumed) > 2 else ""
-    note = f"assumed to copy and add, though the machine does not say so: {', '.join(assumed[:2])}{more}"
-    devices = (
-        replace(device, multicast=device.kind in kinds, reduce=device.kind in kinds)
-        for device in topology.devices
+
+
+def _in_network_devices(devices: Iterable[Device], kinds: Sequence[str]) -> tuple[Device, ...]:
+    return tuple(
+        replace(device, multicast=device.kind in kinds, reduce=device.kind in kinds) for device in devices
     )
-    return replace(
-        topology, devices=tuple(devices), notes=(*topology.notes, note) if assumed else topology.notes
-    )
+
+
+def _assumed_note(first: Sequence[str], number: int) -> tuple[str, ...]:
+    """Return the note on switches without a stated capability: the first two names, and how many they are."""
+    if not number:
+        return ()
+    more = f" and {number - 2} more" if number > 2 else ""
+    return (f"assumed to copy and add, though the machine does not say so: {', '.join(first)}{more}",)
 
 
 def with_all_capabilities(topology: Topology) -> Topology:

@@ -63,6 +63,7 @@ def cluster_object(cluster: ClusterByKind) -> dict[str, object]:
             **{key: value for key, value in stated.items() if value is not None},
             **({"uplinks": [list(row) for row in cluster.uplinks]} if cluster.uplinks else {}),
             **({"global_links": [list(row) for row in cluster.global_links]} if cluster.global_links else {}),
+            **({"in_network": True} if cluster.in_network else {}),
         },
     }
 
@@ -115,8 +116,13 @@ def cluster_from_object(item: object) -> ClusterByKind:
         ratios = ("oversubscription", "pod_oversubscription", "global_gbps")
         lists = ("sides", "dimension_nics")
         check_known(
-            network, ("kind", *counts, *ratios, *lists, "uplinks", "global_links"), "cluster: network"
+            network,
+            ("kind", *counts, *ratios, *lists, "uplinks", "global_links", "in_network"),
+            "cluster: network",
         )
+        merging = network.get("in_network", False)
+        if not isinstance(merging, bool):
+            raise PlanError(f"cluster: in_network must be true or false, got {merging!r}"[:200])
         stated: dict[str, Any] = {
             key: (read_whole if key in counts else read_number)(network[key], f"cluster: {key}")
             for key in (*counts, *ratios)
@@ -143,6 +149,7 @@ def cluster_from_object(item: object) -> ClusterByKind:
                 _read_global_link(row)
                 for row in read_list(network.get("global_links", []), "cluster: global links")
             ),
+            in_network=merging,
         )
     except (TopologyError, UsageError) as error:
         raise PlanError(f"cluster: {error}") from None

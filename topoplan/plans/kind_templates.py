@@ -36,7 +36,7 @@ stands for servers, divided by the number of links of the class.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -320,6 +320,31 @@ def image_count(sample: ClusterSample, template: KindTemplate) -> int:
     return sample.cluster.cells[sample.places[template.root].cell].servers * template.shifts
 
 
+def switch_images(
+    sample: ClusterSample,
+    template: KindTemplate | TorusTemplate,
+    stands: Mapping[int, int],
+    home: Sequence[int],
+    edge: Edge,
+    switch: str,
+) -> int:
+    """Return how many switches one on a route stands for in an image, counted once for each sender.
+
+    ``home`` is the server of each rank. A leaf that is not the sender's stands for as many as its group has.
+    """
+    parent, child = home[edge.parent], home[edge.child]
+    if "." in switch:
+        return stands[child if sample.server_of(switch) == child else parent]
+    network = sample.cluster.network
+    if isinstance(template, KindTemplate) and network.leaf and switch.startswith(network.leaf):
+        leaf = sample.leaf_of(child)
+        if leaf != sample.leaf_of(parent) and switch == sample.cluster.leaf_name(*leaf):
+            return leaf_groups(sample, template).size(
+                sample.cluster.cells[sample.places[child].cell], leaf[1]
+            )
+    return stands[parent]
+
+
 @dataclass(frozen=True)
 class ClassCrossings:
     """Counts how often trees cross the links of each class: ``classes`` are those of the fabric's links."""
@@ -347,16 +372,54 @@ class ClassCrossings:
             return crossings
         stands = represented(self.sample, template)
         for stage in template.stages:
+            merging = self.fabric.adding if stage.op == "reduce" else self.fabric.copying
+            families: dict[int, list[Edge]] = {}
             for edge in stage.edges:
                 server = self._home[edge.child]
                 if server not in stands:
                     raise PlanError(
                         f"a template reaches s{self.sample.numbers[server]}, which stands for no server"
                     )
+                if not merging.isdisjoint(edge.route):
+                    families.setdefault(edge.parent, []).append(edge)
+                    continue
                 times = stands[server]
                 for row in self.rows(stage.op, edge):
                     crossings[row] = crossings.get(row, 0) + times
+            for edges in families.values():
+                self._merged(template, stands, merging, stage.op, edges, 0, crossings)
         return crossings
+
+    def _merged(
+        self,
+        template: KindTemplate | TorusTemplate,
+        stands: Mapping[int, int],
+        merging: frozenset[str],
+        op: str,
+        edges: Sequence[Edge],
+        at: int,
+        crossings: dict[int, int],
+    ) -> int:
+        """Count crossings from step ``at`` of edges with a common beginning; return the copies that start there.
+
+        Steps lead from the parent to the children, and copies are those of all servers that the edges stand for.
+        """
+        following: dict[tuple[str, str], list[Edge]] = {}
+        copies = 0
+        for edge in edges:
+            if at + 1 == len(edge.route):
+                copies += stands[self._home[edge.child]]
+            else:
+                following.setdefault((edge.route[at + 1], edge.channel), []).append(edge)
+        for (device, _), branch in following.items():
+            first = branch[0]
+            needed = self._merged(template, stands, merging, op, branch, at + 1, crossings)
+            if device in merging:
+                needed = switch_images(self.sample, template, stands, self._home, first, device)
+            row = self.rows(op, first)[-at - 1 if op == "reduce" else at]
+            crossings[row] = crossings.get(row, 0) + needed
+            copies += needed
+        return copies
 
     def rows(self, op: str, edge: Edge) -> tuple[int, ...]:
         """Return the classes of the links that data crosses on an edge; templates have most edges in common."""

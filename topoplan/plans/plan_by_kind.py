@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -21,7 +22,8 @@ from topoplan.errors import PlanError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind, ClusterSample
 from topoplan.machine.fabric import STAGED, Fabric
 from topoplan.plans.build import build_plan
-from topoplan.plans.certificates.certificate import Lengths
+from topoplan.plans.certificates.certificate import Cut, Lengths, OneFabric
+from topoplan.plans.certificates.exchange import Steiner
 from topoplan.plans.certificates.kind_lengths import forest_at_least
 from topoplan.plans.file_values import (
     check_format,
@@ -62,11 +64,11 @@ MOST_LISTED_GPUS = 16_384
 """GPUs up to which a plan by kind is listed."""
 
 NOT_BY_KIND = (
-    "devices that add, copy or forward data of other servers, and copies through the CPUs' memory, are planned in a "
-    "list only"
+    "devices that forward data of other servers, in-network reduction in a torus or by switches of a dragonfly or a "
+    "tree of three levels, and copies through the CPUs' memory, are planned in a list only"
 )
-"""Why a cluster is not planned by kind: distances in a sample prove bounds if routes pass network switches alone, and
-classes are those of devices, which staged channels divide."""
+"""Why a cluster is not planned by kind: distances in a sample prove bounds if routes pass network switches alone;
+classes are those of devices, which staged channels divide; and copies are counted at leaves of two levels alone."""
 
 ClassLength = tuple[str, str, Fraction]
 """Source and destination of a link of the sample, and the length of all links of its class."""
@@ -131,7 +133,7 @@ class PlanByKind:
     @property
     def unsupported(self) -> bool:
         """Whether the cluster's devices rule out a plan by kind, see `NOT_BY_KIND`."""
-        return unsupported(self.fabric)
+        return unsupported(self.sample, self.fabric)
 
     @property
     def sample_root(self) -> int | None:
@@ -248,7 +250,8 @@ class PlanByKind:
     def listed(self) -> Plan:
         """Return the plan with all devices, and all trees or paths, of the cluster.
 
-        Trees of one kind of servers are listed with their symmetries. UsageError if they do not fit: more than
+        Trees of one kind of servers are listed with their symmetries. With in-network reduction the bound of the list
+        may be higher, as its certificates are of other kinds. UsageError if they do not fit: more than
         `MOST_LISTED_EDGES` edges or `MOST_LISTED_GPUS`.
         """
         of_paths = self.collective == ALL_TO_ALL
@@ -283,10 +286,44 @@ class PlanByKind:
             self.collective,
             root=self.root,
             shards=shards,
-            certificate=self._listed_lengths(fabric),
+            certificate=self._listed_certificate(fabric),
             schedule="paths" if of_paths else "trees",
             method=BY_KIND,
         )
+
+    def _listed_certificate(self, fabric: Fabric) -> OneFabric:
+        """Return the lengths of all links, or what proves the lowest bound for switches that copy and add.
+
+        Lengths may prove nothing there, as they leave cheaper trees through switches out, and the kind steiner has its
+        limit. Then the cut of a GPU, a server or a leaf proves a bound, which may be above that of the plan by kind.
+        """
+        lengths = self._listed_lengths(fabric)
+        if not fabric.in_network or self.collective == ALL_TO_ALL:
+            return lengths
+        of_server: dict[str, list[str]] = {}
+        for name in fabric.nodes:
+            of_server.setdefault(fabric.topology.device(name).server, []).append(name)
+        root = None if self.root is None else fabric.ranks[self.root]
+        sides: list[list[str]] = []
+        first = dict(
+            zip([place.cell for place in self.sample.places][::-1], self.sample.numbers[::-1], strict=True)
+        )
+        for number in sorted(first.values()):
+            server = of_server[f"s{number}"]
+            sides += [server, *([one] for one in server if one in fabric.ranks)]
+        every = set(fabric.nodes)
+        best: tuple[Fraction, OneFabric] | None = None
+        cuts = (Cut(tuple(sorted(side))) for side in sides)
+        for one in (lengths, Steiner(lengths.lengths), *cuts):
+            for made in (one, *([Cut(tuple(sorted(every - {*one.side})))] if isinstance(one, Cut) else [])):
+                if isinstance(made, Cut) and root is not None and root not in made.side:
+                    continue
+                with suppress(PlanError):
+                    bound = made.bound(fabric, self.collective, self.root)
+                    if best is None or bound < best[0]:
+                        best = bound, made
+        assert best is not None, "a GPU's own links are a cut"
+        return best[1]
 
     def _listed_lengths(self, fabric: Fabric) -> Lengths:
         """Return the lengths of all links of the whole cluster."""
@@ -505,10 +542,13 @@ class PlanByKind:
         return TemplateImages(self.sample, self.fabric, template)
 
 
-def unsupported(fabric: Fabric) -> bool:
+def unsupported(sample: ClusterSample, fabric: Fabric) -> bool:
     """Return whether devices of a sample rule out a plan by kind, see `NOT_BY_KIND`."""
     forwards = any(device.forwards for device in fabric.topology.devices)
-    return forwards or fabric.in_network or bool(fabric.helpers) or STAGED in fabric.channels
+    network = sample.cluster.network
+    levels = network.kind == "dragonfly" or network.pod_size is not None
+    merging = fabric.in_network and (network.kind == "torus" or (levels and sample.cluster.in_network))
+    return forwards or merging or bool(fabric.helpers) or STAGED in fabric.channels
 
 
 def _owner(shard: Shard, collective: str) -> tuple[tuple[int, ...], Fraction, int]:

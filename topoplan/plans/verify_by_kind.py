@@ -6,8 +6,9 @@ leaf of the entry of its pod, or in the other leaves of its class: of the root's
 The template must reach one server of the sample for each group that is not empty, all of its ranks once, from a server
 that every member of the group has in common: the root, the centre, or the entry of its leaf or pod. Then each image is
 a tree over all ranks. Roles must fall on all servers of a cell equally often; then all links of a class carry the same,
-which is counted here by groups. In a dragonfly the centre, and the third groups that routes pass, must also be in every
-group of their class equally often for each group of the root, so that all links between two classes carry the same.
+which is counted here by groups. Copies that run to one switch which copies or adds are one. In a dragonfly the centre,
+and the third groups that routes pass, must also be in every group of their class equally often for each group of the
+root, so that all links between two classes carry the same.
 
 The templates of a torus are moved to every server. Its images are trees over all ranks if their arms reach every server
 once, and each server of the sample has its data from itself or from server 0.
@@ -21,7 +22,7 @@ must be a path, and the paths of every commodity must add up to a block.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd, perm, prod
@@ -79,7 +80,11 @@ def verify_with_loads(plan: PlanByKind) -> tuple[Verification, list[Fraction]]:
                         crossed[classes[place]] += template.share * pairs
                 continue
             blocks: Counter[Edge] | None = None
-            groups = None if isinstance(template, TorusTemplate) else _Groups(plan.sample, template)
+            groups = (
+                None
+                if isinstance(template, TorusTemplate)
+                else _Groups(plan.sample, plan.fabric.ranks, template)
+            )
             entered = _entered(plan, template) if isinstance(template, TorusTemplate) else {}
             if groups is not None:
                 groups.check_roles()
@@ -96,16 +101,19 @@ def verify_with_loads(plan: PlanByKind) -> tuple[Verification, list[Fraction]]:
                     reached = _check_stage(plan, groups, stage)
                     stands = {rank: groups.sizes[group] for rank, group in reached.items()}
                 for edge in stage.edges:
-                    crossing = stands[edge.child] if blocks is None else blocks[edge]
-                    times = shares[number] * crossing
                     # Templates have most edges in common.
                     if (stage.op, edge) not in links:
                         beyond[edge] = _third_leaves(plan, edge, _servers_of(plan, [edge]))
                         _check_third_leaves(plan, edge, beyond[edge])
                         links[stage.op, edge] = edge_links(edge, stage.op, plan.fabric)
                     passed |= beyond[edge]
-                    for place in links[stage.op, edge]:
-                        crossings[classes[place]] += times
+                    if groups is None:
+                        crossing = stands[edge.child] if blocks is None else blocks[edge]
+                        for place in links[stage.op, edge]:
+                            crossings[classes[place]] += shares[number] * crossing
+                if groups is not None:
+                    for place, times in _crossed(plan, groups, stage, stands, links):
+                        crossings[classes[place]] += shares[number] * times
             if passed and groups is not None:
                 groups.check_turns({leaf_class for leaf_class, _ in passed})
         except PlanError as error:
@@ -139,6 +147,36 @@ def verify_with_loads(plan: PlanByKind) -> tuple[Verification, list[Fraction]]:
         loads={first[row]: float(each[row]) for row in rates},
     )
     return report, [each[row] for row in classes]
+
+
+def _crossed(
+    plan: PlanByKind,
+    groups: _Groups,
+    stage: Stage,
+    stands: Mapping[int, int],
+    links: Mapping[tuple[str, Edge], tuple[int, ...]],
+) -> Iterator[tuple[int, int]]:
+    """Yield links of the sample, and how many copies cross such links in an image.
+
+    A copy on a link goes to the next switch from there that copies (or adds, in a reduce), or to the child. Routes from
+    one parent that are the same up to that switch have it in common.
+    """
+    merging = plan.fabric.adding if stage.op == "reduce" else plan.fabric.copying
+    known: set[tuple[int, str, int, tuple[str, ...]]] = set()
+    for edge in stage.edges:
+        crossed = links[stage.op, edge]
+        if merging.isdisjoint(edge.route):
+            yield from ((place, stands[edge.child]) for place in crossed)
+            continue
+        last = len(edge.route) - 1
+        ends = [stop for stop, name in enumerate(edge.route) if name in merging or stop == last]
+        for step, place in enumerate(crossed[::-1] if stage.op == "reduce" else crossed):
+            end = next(stop for stop in ends if stop > step)
+            common = (edge.parent, edge.channel, step, edge.route[: end + 1])
+            if common not in known:
+                known.add(common)
+                number = stands[edge.child] if end == last else groups.switches(edge, edge.route[end])
+                yield place, number
 
 
 def _check_header(plan: PlanByKind) -> None:
@@ -456,8 +494,8 @@ class _Group:
 class _Groups:
     """The groups of a template: how many servers of the cluster each has, and of which each server of the sample is."""
 
-    def __init__(self, sample: ClusterSample, template: KindTemplate) -> None:
-        self.sample, self.template = sample, template
+    def __init__(self, sample: ClusterSample, ranks: Sequence[str], template: KindTemplate) -> None:
+        self.sample, self.ranks, self.template = sample, ranks, template
         cells, places = sample.cluster.cells, sample.places
         self.leaf: list[Leaf] = [sample.leaf_of(server) for server in range(len(places))]
         self.pod: list[Leaf] = [sample.pod_of(server) for server in range(len(places))]
@@ -477,7 +515,7 @@ class _Groups:
         # Leaves of each class by counts of the cluster, not of the sample.
         in_pods = Counter(pod_class for pod_class, _ in self.pods)
         held_at = {(self.leaf[one], self.pod[one]) for one in (template.root, template.centre)}
-        free: dict[tuple[int, str], int] = {}
+        self.free = free = dict[tuple[int, str], int]()
         for cell in cells:
             in_pod, kinds = (
                 cell.leaves // cell.pods,
@@ -550,6 +588,22 @@ class _Groups:
         if server == template.centre:
             return _Group("centre", cell, "")
         return _Group("entry" if server in template.entries else "", cell, self._where(server))
+
+    def switches(self, edge: Edge, name: str) -> int:
+        """Return how many switches of the cluster one on the route of an edge is, in all edges of the edge's group."""
+        sample, ranks = self.sample, self.ranks
+        parent, child = (sample.server_of(ranks[rank]) for rank in (edge.parent, edge.child))
+        if "." in name:
+            server = sample.server_of(name)
+            if server not in (parent, child):
+                raise PlanError(
+                    f"the route {'-'.join(edge.route)} merges at {name}, on neither of its servers"
+                )
+            return self.sizes[self.of(server)]
+        word, leaf = sample.cluster.network.leaf, self.leaf[child]
+        if not word or leaf == self.leaf[parent] or name != f"{word}{sample.cluster.leaf_number(*leaf)}":
+            return self.sizes[self.of(parent)]
+        return 1 if leaf in self.held else self.free[leaf[0], self._where(child)]
 
     def images(self) -> int:
         """Return the number of images."""

@@ -70,6 +70,10 @@ def recompute_mesh(mesh: MeshByKind) -> MeshVerification:
             f"a mesh by kind must be of {', '.join(MESHES_BY_KIND)} on a switch, rails or a fat tree, got "
             f"{mesh.collective} on {mesh.cluster.network.kind}"
         )
+    if mesh.cluster.merges:
+        raise PlanError(
+            "a mesh by kind must have switches that neither copy nor add, as its bound counts plain trees"
+        )
     check_axes(mesh)
     weights = dict(mesh.weights)
     classes = _ClusterClasses(mesh.cluster)

@@ -91,6 +91,11 @@ def plan_mesh_by_kind(
         )
     extents = tuple(mesh.items())
     weights = mesh_weights(extents, axes)
+    if cluster.merges:
+        raise UsageError(
+            "a mesh by kind must have switches that neither copy nor add; leave in-network reduction out, or plan at "
+            "most 1,024 GPUs as a list"
+        )
     if prod(extent for _, extent in extents) != cluster.size:
         given = " x ".join(f"{name} {extent}" for name, extent in extents)
         raise UsageError(f"a mesh of {given} does not have as many ranks as there are GPUs, {cluster.size}")

@@ -15,6 +15,7 @@ from collectives.backends.tcp.chunk_order import rank_order
 from collectives.tables.lowering import PlanKey, lower, shard_transfers
 from collectives.tables.rank_part import aligned_ends, is_lowered_by_part, lower_part, rank_part
 from tests.support.kind_clusters import (
+    plan_in_network,
     plan_of_groups,
     plan_of_three_levels,
     plan_of_torus,
@@ -93,7 +94,7 @@ def test_parts_of_random_clusters_are_rows_of_the_listed_form(seed: int) -> None
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("make", [plan_of_three_levels, plan_of_groups, plan_of_torus])
+@pytest.mark.parametrize("make", [plan_of_three_levels, plan_of_groups, plan_of_torus, plan_in_network])
 @pytest.mark.parametrize("seed", range(12))
 def test_parts_with_entries_of_pods_or_groups_are_rows_of_the_listed_form(
     seed: int, make: Callable[..., PlanByKind | None]

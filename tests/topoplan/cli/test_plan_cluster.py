@@ -40,6 +40,28 @@ def test_a_hundred_thousand_gpus_go_through_their_file(
     assert "choose fewer servers" in err
 
 
+def test_switches_of_a_hundred_thousand_gpus_that_add(
+    done: Done, told: Told, run: Run, tmp_path: Path
+) -> None:
+    place = tmp_path / "nvls.json"
+    said = done(f"{BIG} --in-network all -o {place}")
+    assert said.startswith(f"{HEAD}provably optimal\nalgbw        400 GB/s, busbw 799.992 GB/s\n")
+    assert place.stat().st_size < 100_000
+    assert done(f"verify {place}").startswith(f"valid: {HEAD}provably optimal\n")
+    network = json.loads(place.read_text())["cluster"]["network"]
+    assert network == {"kind": "switch", "in_network": True}
+    assert "1GB" in done(f"simulate {place} --sizes 1GB")
+    told_plan = told(f"simulate {BIG.removeprefix('plan ')} --in-network all --sizes 1GB --json")
+    assert told_plan["rate"] == 400
+    assert "at most 400 GB/s" in done(f"{BIG} --in-network all --bound-only")
+    status, _, err = run(f"{BIG} --in-network all --list s17")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "--list counts what GPUs send to each other" in err
+    # Up to 1,024 GPUs the devices are listed.
+    small = BIG.replace("12500", "40")
+    assert '"topology"' in done(f"{small} --in-network all --collective broadcast -o -")
+
+
 def test_one_server_of_many(done: Done, told: Told, run: Run) -> None:
     part = told(f"{BIG} --list s17 --json")["server"]
     gpus = {row["gpu"] for row in part["gpus"]}
@@ -199,8 +221,6 @@ LARGE = "dgx-h100 --servers {} --nic-bandwidth 400Gb/s"
 
 ABOVE_1024 = (
     "plan {} --mesh dp=12500,tp=8 --in-network nvswitch",
-    "plan {} --in-network nvswitch",
-    "plan {} --bound-only --in-network nvswitch",
     "plan {} --schedule ring",
     "plan {} --method three-phase",
     "plan {} --helpers 2",
@@ -211,7 +231,6 @@ ABOVE_1024 = (
     "compare {} --all-allocations",
     "compare {} --without-each-server",
     "simulate {} --trace run.json",
-    "simulate {} --in-network all",
     "recommend {} --count 64 --members",
     "recommend {} --jobs 64,64",
 )

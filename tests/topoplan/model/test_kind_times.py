@@ -19,6 +19,7 @@ import pytest
 import topoplan
 from tests.conftest import Run
 from tests.support.kind_clusters import (
+    plan_in_network,
     plan_of_groups,
     plan_of_three_levels,
     random_cluster,
@@ -113,6 +114,14 @@ def test_times_of_groups_without_a_link_are_those_of_the_list(collective: str) -
     )
     faults: dict[str, Any] = {"without_links": ["group0->group3"], "slow_links": {"group1-group0": 2.0}}
     agree(plan_by_kind(many.with_faults(**faults), collective))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(16))
+def test_times_with_switches_that_add_are_those_of_the_list(seed: int) -> None:
+    plan = plan_in_network(seed, most=24)
+    if plan is not None:
+        agree(plan)
 
 
 def agree_if_late(plan: PlanByKind, seed: int) -> None:

@@ -21,7 +21,6 @@ from tests.support.kind_clusters import (
     random_plan,
 )
 from topoplan import InfeasibleError, PlanByKind, PlanError, Server, UsageError, cluster_by_kind, plan_by_kind
-from topoplan.machine.variants import with_in_network
 from topoplan.plans.deferred_plan import DeferredPlan
 from topoplan.plans.kind_templates import KindTemplate, beside_root, centre_of, third_groups
 from topoplan.plans.shards import Edge, ImageShards, Shard
@@ -531,16 +530,12 @@ def test_faults_of_a_file_are_named() -> None:
         topoplan.verify(replace(plan, templates=plan.templates[1:]))
 
 
-def test_switches_that_add_and_devices_that_forward_are_left_to_the_list() -> None:
+def test_devices_that_forward_are_left_to_the_list() -> None:
     machine = topoplan.load("v100x4")
     forwarding = replace(machine.devices[-1], forwards=True)
-    machines = [
-        replace(machine, devices=(*machine.devices[:-1], forwarding)),
-        with_in_network(topoplan.load("dgx-h100"), "nvswitch"),
-    ]
-    for one in machines:
-        with pytest.raises(InfeasibleError, match="are planned in a list only"):
-            plan_by_kind(cluster_by_kind([Server(one, count=3)], nic_gbps=100), "all_gather")
+    one = replace(machine, devices=(*machine.devices[:-1], forwarding))
+    with pytest.raises(InfeasibleError, match="are planned in a list only"):
+        plan_by_kind(cluster_by_kind([Server(one, count=3)], nic_gbps=100), "all_gather")
     plain = cluster_by_kind([Server(machine, count=3)], nic_gbps=100)
     plan = plan_by_kind(plain, "all_gather")
     wired = replace(

@@ -11,14 +11,21 @@ sets without the root. Four more sets are without the root: all ranks but those 
 but itself. The numbers are chosen greedily: first z of the GPUs, as large as the nearest other rank allows, then of the
 servers, of the leaves, of the pods, and of the four. All are equal inside a cell, and the sample has every relation of
 two ranks. In a torus L is that of `topoplan.plans.certificates.torus_lengths`.
+
+Switches that copy (in trees that lead down) or add (in trees that lead up) may be inner vertices of a tree. Then D is
+between ranks and such switches, and u and v are any of both. A switch of a server is in the set of the server, one of a
+leaf in that of the leaf, and one of the spine in none. Every set still has a rank, so a tree still enters it. Each rank
+with the switches of its server is a set too, a *hub*: its numbers are chosen after those of the GPUs. A link from
+another of n ranks of the server to a switch enters n - 1 hubs, and one from outside the server n of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -39,9 +46,9 @@ from topoplan.plans.certificates.torus_lengths import (
 class SampleDistances:
     """Shortest distances between the ranks of a sample, and the sets that they are in.
 
-    ``table``, of shape (N, N), is in whole numbers, -1 if no route exists. ``server``, ``leaf``, ``pod`` and ``weight``
-    give for each rank its server, leaf and pod in the sample, and the number of ranks of the cluster for each such rank
-    of it.
+    ``table``, of shape (V, V), is in whole numbers, -1 if no route exists: of the ranks, and then of switches that are
+    inner vertices of trees. ``server``, ``leaf`` and ``pod`` give for each its server, leaf and pod in the sample, and
+    ``weight`` for each rank the number of ranks of the cluster for each such rank of it.
     """
 
     table: NDArray[Any]
@@ -51,13 +58,18 @@ class SampleDistances:
     weight: tuple[Fraction, ...]
 
 
-def sample_distances(sample: ClusterSample, fabric: Fabric, lengths: Sequence[int]) -> SampleDistances:
-    """Return the distances of a sample whose links have these lengths."""
+def sample_distances(
+    sample: ClusterSample, fabric: Fabric, lengths: Sequence[int], inner: Collection[str] = ()
+) -> SampleDistances:
+    """Return the distances of a sample whose links have these lengths; ``inner`` are switches among the vertices."""
     part, arcs = contracted_graph(fabric, lengths)
-    where = sorted({part[rank] for rank in range(fabric.size)})
+    nodes = fabric.route_graph.nodes
+    switches = [state for state, node in enumerate(nodes) if fabric.nodes[node] in inner] if inner else []
+    states = [*range(fabric.size), *switches]
+    where = sorted({part[state] for state in states})
     column = {vertex: place for place, vertex in enumerate(where)}
     reach = _all_distances(arcs, where)
-    vertex = [column[part[rank]] for rank in range(fabric.size)]
+    vertex = [column[part[state]] for state in states]
     server = sample.servers_of(fabric.ranks)
     cells, places = sample.cluster.cells, sample.places
     leaves: dict[tuple[int, int], int] = {}
@@ -70,6 +82,19 @@ def sample_distances(sample: ClusterSample, fabric: Fabric, lengths: Sequence[in
     for place in places:
         sampled[place.cell] = sampled.get(place.cell, 0) + 1
     weight = tuple(Fraction(cells[places[one].cell].servers, sampled[places[one].cell]) for one in server)
+    of_leaf = {sample.cluster.leaf_name(*key): place for key, place in leaves.items()} if switches else {}
+    pod_of = dict(zip(leaf, pod, strict=True))
+    for number, state in enumerate(switches, start=len(places)):
+        name = fabric.nodes[nodes[state]]
+        if "." in name:
+            rank = server.index(sample.server_of(name))
+            row = server[rank], leaf[rank], pod[rank]
+        else:
+            # A set of its own has no rank, and no number.
+            own = of_leaf.get(name, number + len(states))
+            row = number, own, pod_of.get(own, number + len(states))
+        for labels, label in zip((server, leaf, pod), row, strict=True):
+            labels.append(label)
     return SampleDistances(
         reach[np.ix_(vertex, vertex)], np.array(server), np.array(leaf), np.array(pod), weight
     )
@@ -90,24 +115,36 @@ def _tree_at_least(
     PlanError if a rank does not reach another.
     """
     left = found.table if into else found.table.T
-    size = len(left)
-    if size > 1 and (left[~np.eye(size, dtype=bool)] < 0).any():
+    size, ranks = len(left), len(found.weight)
+    among = left[:ranks, :ranks]
+    if ranks > 1 and (among[~np.eye(ranks, dtype=bool)] < 0).any():
         raise PlanError("the lengths prove nothing: a rank does not reach another on the plan's channels")
+    # No number that is chosen exceeds the greatest distance, and a pair pays for nine sets of others at most.
+    left = np.where(left < 0, 10 * left.max() + 1, left)
     if int(left.max()) < _FAR:
         left = left.astype(np.int64)
     chain, beyond = np.zeros(size, dtype=left.dtype), np.zeros(size, dtype=left.dtype)
     total = Fraction(0)
     labels = (np.arange(size), found.server, found.leaf, found.pod)
-    for label, weights in zip(labels, (found.weight, found.weight, leaves_of, pods_of), strict=True):
-        first, step, left = _less_entered(left, label)
+    scale = 1
+    for level, (label, weights) in enumerate(
+        zip(labels, (found.weight, found.weight, leaves_of, pods_of), strict=True)
+    ):
+        if level == 1 and size > ranks:
+            scale, step, left = _less_at_hubs(left, found.server, ranks)
+            chain, total = chain * scale + step, total * scale
+            total += sum(
+                (int(one) * weight for one, weight in zip(step, found.weight, strict=False)), Fraction(0)
+            )
+        first, step, left = _less_entered(left, label, ranks)
         total += sum((int(step[one]) * weights[one] for one in first.tolist()), Fraction(0))
         chain = chain + step
     # The four sets of a root are entered from it alone: rows and columns change places.
     left = left.T
     for label in reversed(labels):
-        _, step, left = _less_entered(left, label)
+        _, step, left = _less_entered(left, label, ranks)
         beyond = beyond + step
-    return [total - int(chain[root]) + int(beyond[root]) for root in roots]
+    return [(total - int(chain[root]) + int(beyond[root])) / scale for root in roots]
 
 
 _FAR = 1 << 60
@@ -138,20 +175,54 @@ def _all_distances(arcs: ArcLengths, where: Sequence[int]) -> NDArray[Any]:
 
 
 def _less_entered(
-    left: NDArray[Any], label: NDArray[np.int64]
+    left: NDArray[Any], label: NDArray[np.int64], ranks: int
 ) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]:
-    """Return the shortest way into the set of each rank from outside, 0 for the set of all, and what it leaves of ways.
+    """Return the shortest way into the set of each vertex from outside, and what it leaves of ways.
 
-    The first array are the first ranks of the sets.
+    The first array are the first ranks of the sets: vertices below ``ranks`` are such. The way is 0 into a set without
+    ranks, and into one with all of them.
     """
     _, first, part = np.unique(label, return_index=True, return_inverse=True)
-    if len(first) == 1:
-        return first, np.zeros(len(label), dtype=left.dtype), left
+    if (first < ranks).sum() == 1:
+        return first[first < ranks], np.zeros(len(label), dtype=left.dtype), left
     inside = label[:, None] == label[None, :]
     nearest = np.where(inside, left.max() + 1, left).min(axis=0)
     order = np.argsort(part, kind="stable")
-    step = np.minimum.reduceat(nearest[order], np.searchsorted(part[order], range(len(first))))[part]
-    return first, step, left - np.where(inside, 0, step[None, :])
+    step = np.minimum.reduceat(nearest[order], np.searchsorted(part[order], range(len(first))))
+    step = np.where(first < ranks, step, 0)[part]
+    return first[first < ranks], step, left - np.where(inside, 0, step[None, :])
+
+
+def _less_at_hubs(
+    left: NDArray[Any], server: NDArray[np.int64], ranks: int
+) -> tuple[int, NDArray[Any], NDArray[Any]]:
+    """Return a scale, the number of the hub of each rank in its units, and what it leaves of the scaled ways.
+
+    All hubs of a server have one number. A hub is a rank with the switches of its server.
+    """
+    size = len(left)
+    of_server = {one: np.flatnonzero(server == one) for one in sorted(set(server[:ranks].tolist()))}
+    counts = [len(own[own < ranks]) for own in of_server.values() if own[-1] >= ranks]
+    scale = lcm(*(count * max(1, count - 1) for count in counts))
+    # Numbers grow by the scale, and must still fit.
+    left = left.astype(object) * scale
+    number = np.zeros(size, dtype=object)
+    for own in of_server.values():
+        members, switches = own[own < ranks], own[own >= ranks]
+        count = len(members)
+        if not len(switches) or count == 1:
+            continue
+        # How many hubs of the server a way between two vertices enters: those of the head without those of the tail.
+        entered = np.zeros((size, size), dtype=np.int64)
+        entered[:, members] = 1
+        entered[:, switches] = count
+        entered[np.ix_(members, switches)] = count - 1
+        entered[np.ix_(switches, own)] = 0
+        entered[own, own] = 0
+        step = (left[entered > 0] // entered[entered > 0]).min()
+        number[members] = step
+        left = left - entered * step
+    return scale, number, left if int(left.max()) >= _FAR else left.astype(np.int64)
 
 
 def forest_at_least(
@@ -162,26 +233,28 @@ def forest_at_least(
     ``lengths`` are whole numbers for the links of the sample's fabric, equal on every class; ``root`` is a rank of the
     sample. PlanError if a rank does not reach another.
     """
-    found = sample_distances(sample, fabric, lengths)
     if sample.cluster.network.kind == "torus":
-        return _torus_forest(sample, found, collective)
+        return _torus_forest(sample, sample_distances(sample, fabric, lengths), collective)
     if collective == "alltoall":
-        return _mean_distance(sample, found)
+        return _mean_distance(sample, sample_distances(sample, fabric, lengths))
+    merging = {True: fabric.copying, False: fabric.adding}
+    known = {inner: sample_distances(sample, fabric, lengths, inner) for inner in set(merging.values())}
     cells, places = sample.cluster.cells, sample.places
     sampled = Counter(pod_class for pod_class, _ in {sample.pod_of(one) for one in range(len(places))})
-    of_rank = [cells[places[one].cell] for one in found.server]
+    home = sample.servers_of(fabric.ranks)
+    of_rank = [cells[places[one].cell] for one in home]
     leaves_of = [Fraction(cell.leaves, len(sample.leaves_of[cell.leaf_class])) for cell in of_rank]
     pods_of = [Fraction(cell.pods, sampled[cell.pod_class]) for cell in of_rank]
     if collective in ("broadcast", "reduce") and root is None:
         raise PlanError("broadcast and reduce need a root rank")
-    roots = _first_of_cells(sample, found) if root is None else [root]
+    roots = _first_of_cells(sample, home) if root is None else [root]
     trees = [Fraction(0)] * len(roots)
     for into, users in ((True, ("broadcast", "allgather")), (False, ("reduce", "reduce_scatter"))):
         if collective in (*users, "allreduce"):
-            more = _tree_at_least(found, leaves_of, pods_of, roots, into=into)
-            trees = [known + length for known, length in zip(trees, more, strict=True)]
+            more = _tree_at_least(known[merging[into]], leaves_of, pods_of, roots, into=into)
+            trees = [one + length for one, length in zip(trees, more, strict=True)]
     if collective in ("allgather", "reduce_scatter"):
-        weights = [cells[places[int(found.server[rank])].cell].servers for rank in roots]
+        weights = [of_rank[rank].servers for rank in roots]
         total = sum((w * tree for w, tree in zip(weights, trees, strict=True)), Fraction(0))
         return total / sum(weights)
     return min(trees)
@@ -217,12 +290,12 @@ IN_TORUS = ("allreduce", "allgather", "reduce_scatter", "alltoall")
 """Collectives that are planned by kind on a torus of servers."""
 
 
-def _first_of_cells(sample: ClusterSample, found: SampleDistances) -> list[int]:
-    """Return the ranks of the first server of every cell."""
+def _first_of_cells(sample: ClusterSample, home: Sequence[int]) -> list[int]:
+    """Return the ranks of the first server of every cell; ``home`` is the server of each rank."""
     first: dict[int, int] = {}
     for server, place in enumerate(sample.places):
         first.setdefault(place.cell, server)
-    return [rank for rank, server in enumerate(found.server) if int(server) in first.values()]
+    return [rank for rank, server in enumerate(home) if server in first.values()]
 
 
 def _mean_distance(sample: ClusterSample, found: SampleDistances) -> Fraction:

@@ -8,9 +8,9 @@ priced on the sample: the cheapest tree inside each server from each of its rank
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -25,17 +25,65 @@ from topoplan.plans.minimum_trees import UNREACHABLE
 from topoplan.plans.plan import ALL_TO_ALL, check_collective, root_rank
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import Edge, Stage
-from topoplan.solve.packing.composition import ServerTrees, server_trees
+from topoplan.solve.packing.composition import server_trees
 from topoplan.solve.packing.kind_all_to_all import KindExchange
 from topoplan.solve.packing.kind_program import Proof, Solution, TemplateColumn, TreeProgram
 from topoplan.solve.packing.kind_routes import KindRoutes, RouteParts
 from topoplan.solve.packing.kind_stars import KindStars, Star, StarCosts
+from topoplan.solve.packing.kind_switches import NetworkStars, Path, SwitchedStar, SwitchedTrees
 from topoplan.solve.packing.packing_program import rounded_lengths
 from topoplan.solve.packing.torus_all_to_all import TorusExchange
 from topoplan.solve.packing.torus_packing import TorusPacking, check_torus
 
 MANY_TREES = Fraction(9, 8)
 """Trees for each GPU above which a plan with fewer is looked for: every rank has one or more rows in each tree."""
+
+Stars = Mapping[str, SwitchedStar]
+"""The tree between servers of every stage, of equal roles in all."""
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The search for trees between servers under one set of lengths.
+
+    ``costs``, and ``network`` if the network's switches copy and add, are for all stages together, which then have one
+    tree, and if a switch may be on their routes also for each stage alone.
+    """
+
+    stars: KindStars
+    order: tuple[str, ...]
+    costs: dict[tuple[str, ...], StarCosts]
+    network: dict[tuple[str, ...], NetworkStars]
+
+    def from_rank(self, root: int, rank: int) -> Stars | None:
+        """Return the cheapest trees from a rank of the root's server: one for all stages, or one for each."""
+        best = self._of(self.order, root, rank)
+        each = {ops[0]: self._of(ops, root, rank) for ops in self.costs if ops != self.order}
+        apart = {op: one for op, one in each.items() if one is not None}
+        if len({one.star.roles for one in apart.values()}) == 1 and len(apart) == len(self.order):
+            cost = sum(one.star.join.cost for one in apart.values())
+            if best is None or cost < best.star.join.cost:
+                return apart
+        return None if best is None else dict.fromkeys(self.order, best)
+
+    def _of(self, ops: tuple[str, ...], root: int, rank: int) -> SwitchedStar | None:
+        return self._cheaper(ops, self.stars.star(self.costs[ops], root, rank, root), root, [rank])
+
+    def from_server(self, root: int, members: Sequence[int]) -> Stars | None:
+        """Return the cheapest tree between servers, from any rank of the root's server or through any centre."""
+        best = self._cheaper(self.order, self.stars.cheapest(self.costs[self.order], root), root, members)
+        return None if best is None else dict.fromkeys(self.order, best)
+
+    def _cheaper(
+        self, ops: tuple[str, ...], star: Star | None, root: int, gateways: Sequence[int]
+    ) -> SwitchedStar | None:
+        """Return a tree between servers, or a cheaper one through a switch of the network."""
+        limit = int(UNREACHABLE) if star is None else star.join.cost
+        if ops in self.network:
+            switched = self.network[ops].star(self.costs[ops], root, gateways, limit)
+            if switched is not None:
+                return switched
+        return None if star is None else SwitchedStar(star, {})
 
 
 class KindPacking(TreeProgram):
@@ -96,30 +144,39 @@ class KindPacking(TreeProgram):
         routes = KindRoutes(self.parts, np.array(short, dtype=np.int64)[self.rows])
         down = routes.cost()
         order = stage_order(self.collective)
-        below = server_trees(down, self.servers, height) if "broadcast" in order else None
-        above = server_trees(down.T, self.servers, height) if "reduce" in order else None
-        near = np.zeros_like(down)
-        inside = np.zeros(len(down), dtype=np.int64)
-        for table, trees in ((down, below), (down.T, above)):
-            if trees is not None:
-                near = np.minimum(near + table, UNREACHABLE)
-                inside = np.minimum(inside + trees.costs, UNREACHABLE)
-        costs = StarCosts(near, inside)
+        trees_of: dict[str, SwitchedTrees] = {
+            op: SwitchedTrees(
+                server_trees(down if op == "broadcast" else down.T, self.servers, height), routes, op, height
+            )
+            for op in order
+        }
+        merging = self.fabric.in_network
+        search = _Search(self.stars, order, {}, {})
+        for ops in (order, *((op,) for op in order if merging and len(order) > 1)):
+            near = np.zeros_like(down)
+            inside = np.zeros(len(down), dtype=np.int64)
+            for op in ops:
+                near = np.minimum(near + (down if op == "broadcast" else down.T), UNREACHABLE)
+                inside = np.minimum(inside + trees_of[op].costs, UNREACHABLE)
+            search.costs[ops] = StarCosts(near, inside)
+            if self.sample.cluster.in_network:
+                search.network[ops] = NetworkStars(self.sample, self.stars, routes, ops)
+        reach = search.costs[order].inside
         found: list[TemplateColumn] = []
         missing: int | None = None
-        beyond: dict[int, Star | None] = {}
+        beyond: dict[int, Stars | None] = {}
         edges: dict[tuple[str, int, int], Edge] = {}
         for rank, _ in self.owners:
             home = self.stars.home[rank]
-            best: Star | None = None
-            if inside[rank] < UNREACHABLE and self.collective == "allreduce":
-                best = self.stars.star(costs, home, rank, home)
-            elif inside[rank] < UNREACHABLE:
+            best: Stars | None = None
+            if reach[rank] < UNREACHABLE and self.collective == "allreduce":
+                best = search.from_rank(home, rank)
+            elif reach[rank] < UNREACHABLE:
                 if home not in beyond:
-                    beyond[home] = self.stars.cheapest(costs, home)
+                    beyond[home] = search.from_server(home, self.members[home])
                 best = beyond[home]
             if best is not None:
-                found.append(self._column(rank, best, below, above, routes, edges))
+                found.append(self._column(rank, best, trees_of, routes, edges))
             elif self.shared:
                 # Its block needs a tree; the trees of an allreduce may have other roots.
                 missing = rank
@@ -135,23 +192,22 @@ class KindPacking(TreeProgram):
     def _column(
         self,
         rank: int,
-        star: Star,
-        below: ServerTrees | None,
-        above: ServerTrees | None,
+        best: Stars,
+        trees_of: Mapping[str, SwitchedTrees],
         routes: KindRoutes,
         known: dict[tuple[str, int, int], Edge],
     ) -> TemplateColumn:
         stages = []
-        for op in stage_order(self.collective):
-            trees = below if op == "broadcast" else above
-            assert trees is not None, "every stage has trees inside servers"
+        for op, trees in trees_of.items():
+            star = best[op].star
             parents = np.full(self.fabric.size, -1, dtype=np.int64)
-            trees.attach(rank, parents)
+            paths = dict(best[op].paths.get(op, {}))
+            trees.attach(rank, parents, paths)
             for parent, child in star.join.edges:
                 parents[child] = parent
             for local in star.join.roots:
-                trees.attach(local, parents)
-            stages.append(Stage(op, rank, self._edges(op, parents.tolist(), routes, known)))
+                trees.attach(local, parents, paths)
+            stages.append(Stage(op, rank, self._edges(op, parents.tolist(), paths, routes, known)))
         template = replace(
             star.template(self.sample),
             stages=tuple(Stage(stage.op, stage.root, stage.top_down()) for stage in stages),
@@ -164,18 +220,24 @@ class KindPacking(TreeProgram):
         self,
         op: str,
         parents: Sequence[int],
+        paths: Mapping[int, Path],
         routes: KindRoutes,
         known: dict[tuple[str, int, int], Edge],
     ) -> tuple[Edge, ...]:
+        """Return the edges of a tree, by its own routes to some children and by the shortest ones to others."""
         pairs = [(parent, child) for child, parent in enumerate(parents) if parent >= 0]
-        fresh = [pair for pair in pairs if (op, *pair) not in known]
+        fresh = [pair for pair in pairs if pair[1] not in paths and (op, *pair) not in known]
         ends = fresh if op == "broadcast" else [(child, parent) for parent, child in fresh]
-        paths = routes.routes([tail for tail, _ in ends], [head for _, head in ends]) if ends else []
-        for (parent, child), path in zip(fresh, paths, strict=True):
-            arc: Arc = self.fabric.arc(path)
-            route = arc.route if op == "broadcast" else arc.route[::-1]
-            known[op, parent, child] = Edge(parent, child, route, arc.channel)
-        return tuple(known[op, parent, child] for parent, child in pairs)
+        found = routes.routes([tail for tail, _ in ends], [head for _, head in ends]) if ends else []
+        for pair, path in zip(fresh, found, strict=True):
+            known[op, *pair] = self._edge(op, pair, path)
+        return tuple(
+            self._edge(op, pair, paths[pair[1]]) if pair[1] in paths else known[op, *pair] for pair in pairs
+        )
+
+    def _edge(self, op: str, pair: tuple[int, int], path: Path) -> Edge:
+        arc: Arc = self.fabric.arc(path)
+        return Edge(*pair, arc.route if op == "broadcast" else arc.route[::-1], arc.channel)
 
 
 def plan_by_kind(

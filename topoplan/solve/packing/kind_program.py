@@ -136,7 +136,7 @@ class KindProgram(ABC, Generic[Column]):
         self.fabric = usable_fabric(
             self.sample.topology.settled(), channels=channels, collective=collective, root=first
         )
-        if unsupported(self.fabric):
+        if unsupported(self.sample, self.fabric):
             raise InfeasibleError(NOT_BY_KIND)
         self.servers = FabricServers(self.fabric)
         self.members: list[list[int]] = [each.tolist() for each in self.servers.members]
@@ -372,9 +372,27 @@ class KindProgram(ABC, Generic[Column]):
                     chosen += sorted(parts, key=self._capacity)[:FEW_SETS]
             if self.sample.groups:
                 chosen += self._group_choices(of_servers, of_leaves)
+            if self.fabric.in_network:
+                chosen += self._port_choices(of_servers, inwards=inwards)
             for rows in dict.fromkeys(map(frozenset, chosen)):
                 if rows:
                     yield [int(row in rows) for row in range(len(self.counts))]
+
+    def _port_choices(self, of_servers: Mapping[int, set[int]], *, inwards: bool) -> list[set[int]]:
+        """Return rows of links into GPUs and of links into their servers, in which links of NICs count once.
+
+        They are for all cells, and for all but that of the root.
+        """
+        cell_of = {f"s{n}": one.cell for n, one in zip(self.sample.numbers, self.sample.places, strict=True)}
+        ranks, found = set(self.fabric.ranks), {cell: set(rows) for cell, rows in of_servers.items()}
+        for link, row in zip(self.fabric.links, self.rows, strict=True):
+            near = link.dst if inwards else link.src
+            if near in ranks and link.channel != "network":
+                found.setdefault(cell_of[near.split(".")[0]], set()).add(row)
+        root = None if self.root is None else cell_of[self.fabric.ranks[self.root].split(".")[0]]
+        every = [rows for _, rows in sorted(found.items())]
+        others = [rows for cell, rows in sorted(found.items()) if cell != root]
+        return [set().union(*rows) for rows in (every, others)]
 
     def _group_choices(
         self, of_servers: Mapping[int, set[int]], of_leaves: Mapping[str, set[int]]

@@ -24,10 +24,12 @@ Numbers = NDArray[np.int64]
 class _Part:
     """One server: its arcs, by their numbers in the graph of routes, with each switch once as start and once as end.
 
-    ``ends`` are states of the part: ranks first, then devices, then ``switches`` as starts, then as ends.
+    ``ends`` are states of the part: ranks first, then devices, then ``switches`` as starts, then as ends. ``states``
+    are those of ranks and devices in the graph of routes.
     """
 
     ranks: Numbers
+    states: Numbers
     switches: Numbers
     arcs: Numbers
     ends: Numbers
@@ -68,7 +70,7 @@ class RouteParts:
             key = (len(ranks), nodes, local.tobytes())
             if key not in searches:
                 searches[key] = ShortestRoutes(local, ranks=len(ranks), nodes=nodes)
-            self.parts.append(_Part(ranks, switches, arcs, local, nodes, searches[key]))
+            self.parts.append(_Part(ranks, states, switches, arcs, local, nodes, searches[key]))
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,11 @@ class KindStars:
             self._stands[roles] = represented(self.sample, template)
         return self._stands[roles]
 
+    @staticmethod
+    def alone(root: int) -> _Roles:
+        """Return the roles of a tree in which the root's server alone sends to others."""
+        return _Roles(root, root)
+
     def _few(self, roles: _Roles) -> bool:
         """Return whether trees with these roles have at most ``most_images`` images."""
         if self.most_images is None:
