@@ -67,6 +67,16 @@ def test_events_are_those_of_the_list(network: str, collective: str) -> None:
     agree(plan_of(servers, collective, **options), (1_000, 100_000_000))
 
 
+@pytest.mark.parametrize("which", ["nvswitch", "all"])
+@pytest.mark.parametrize("collective", ["allreduce", "broadcast"])
+def test_events_with_switches_that_add_are_those_of_the_list(which: str, collective: str) -> None:
+    kind = Server("dgx-h100", range(3), count=4)
+    many = topoplan.cluster_by_kind(
+        [kind], nic_gbps=400, nic_access="direct", network="fat-tree", leaf_size=2
+    )
+    agree(topoplan.plan_by_kind(many.with_in_network(which), collective), (1_000, 100_000_000))
+
+
 def test_events_do_not_depend_on_the_order_of_the_shards() -> None:
     plan = plan_of(5).listed()
     turned = replace(plan, shards=tuple(plan.shards)[::-1])
