@@ -285,6 +285,7 @@ def test_chosen_gpus_of_a_large_cluster_are_listed(run: Run) -> None:
     assert (status, "all 8 GPUs" in out) == (0, True)
 
 
+@pytest.mark.thorough
 def test_gpus_of_a_large_cluster_are_chosen_by_shape(done: Done, told: Told, run: Run) -> None:
     """Whole servers are the fastest of 10,000 GPUs, proved for any set; GPUs taken out keep their numbers."""
     large = LARGE.format(1250)

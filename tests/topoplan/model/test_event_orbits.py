@@ -60,6 +60,7 @@ NETWORKS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter", "broadcast"])
 @pytest.mark.parametrize("network", NETWORKS)
 def test_events_are_those_of_the_list(network: str, collective: str) -> None:
