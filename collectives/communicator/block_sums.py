@@ -42,11 +42,8 @@ HEADER = 8
 
 def sum_blocks(comm: Communicator, blocks: Any, offsets: Any, length: int) -> Any:
     """Return the dense sums of `Communicator.all_reduce_blocks`."""
-    try:
+    with comm._refusing():
         given, starts = checked_blocks(comm, blocks, offsets, length)
-    except BaseException as error:
-        comm._refuse_for(error)
-        raise
     with comm._open().in_step():
         return _sum_checked(comm, given, starts, length)
 

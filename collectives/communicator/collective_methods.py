@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -358,8 +358,8 @@ class SparseCollectives(ABC):
     _in_order: CallQueue
 
     @abstractmethod
-    def _refuse_for(self, error: BaseException) -> None:
-        """Refuse a collective with all ranks if this one cannot read its arguments."""
+    def _refusing(self) -> AbstractContextManager[None]:
+        """Refuse a collective with all ranks if this one cannot read its arguments in the block."""
 
     def sparse_all_reduce(
         self,
@@ -429,7 +429,7 @@ class SparseCollectives(ABC):
             sum of a server: to exclude that, continue from a saved state.
         """
         execution, membership = self._members.present
-        try:
+        with self._refusing():
             asked = sparse_request(
                 execution.backend,
                 gradients,
@@ -444,25 +444,20 @@ class SparseCollectives(ABC):
                 layers=layers,
                 clip=clip,
             )
-        except BaseException as error:
-            self._refuse_for(error)
-            raise
         if self._members.repeats:
             outcome = CollectiveOutcome()
             task = partial(self._members.run_sparse_to_end, asked, membership.seats, outcome)
             return self._in_order.submit(task, outcome) if async_op else self._in_order.run(task)
         sparse = self._members.sparse
-        try:
-            chosen = self._chosen(asked)
-            residuals = sparse.prepare(asked)
-        except BackendError:  # ranks could not agree on a plan, so no part of the gradient was sent
-            with suppress(UsageError):
+        with self._refusing():
+            try:
+                chosen = self._chosen(asked)
                 residuals = sparse.prepare(asked)
-                self._in_order.run(lambda: sparse.keep(asked, residuals), exchanges=False)
-            raise
-        except BaseException as error:
-            self._refuse_for(error)
-            raise
+            except BackendError:  # ranks could not agree on a plan, so no part of the gradient was sent
+                with suppress(UsageError):
+                    residuals = sparse.prepare(asked)
+                    self._in_order.run(lambda: sparse.keep(asked, residuals), exchanges=False)
+                raise
 
         def run() -> Any:
             try:

@@ -349,7 +349,7 @@ class Communicator(DenseCollectives, SparseCollectives):
             Another rank failed, or does not call it.
         """
         backend = self._open().backend
-        try:
+        with self._refusing():
             wanted = [group for group in mesh.groups if group.axis == axis]
             if len(mesh.ranks) != self.size or not wanted:
                 raise UsageError(
@@ -357,9 +357,6 @@ class Communicator(DenseCollectives, SparseCollectives):
                     f"{' and '.join(name for name, _ in mesh.weights)}; asked for is {axis!r}"
                 )
             purpose = f"{axis} {mesh.digest}"
-        except BaseException as error:
-            self._refuse_for(error)
-            raise
         if self.one_rank and len(set(self._gather_texts(purpose, "split"))) > 1:
             raise UsageError("the ranks split by different meshes or axes; give all of them the same")
         made = self._in_order.run(lambda: backend.split([group.members for group in wanted]))
@@ -409,7 +406,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         """
         execution, membership = present = self._members.present
         self._refuse_helper()
-        try:
+        with self._refusing():
             name = check_collective(collective)
             if root is not None and name not in ROOTED:
                 raise UsageError(f"{name} has no root, got {root!r}; leave root out")
@@ -418,9 +415,6 @@ class Communicator(DenseCollectives, SparseCollectives):
             place = self._root(root) if name in ROOTED else None
             kind = op if name in REDUCTIONS else None
             checked = request(name, execution.backend, arrays, out=out, op=kind, root=place)
-        except BaseException as error:
-            self._refuse_for(error)
-            raise
         prepared = self._in_order.run(lambda: self._open().prepare(checked))
         members = self._members
         run = prepared.run
@@ -591,11 +585,10 @@ class Communicator(DenseCollectives, SparseCollectives):
         if not self.one_rank:
             return self._in_order.run(partial(self._members.grow_here, original_ranks))
         if original_ranks is not None:
-            error = UsageError(
-                "each rank is a process here, and asks for its original rank itself; leave original_ranks out"
-            )
-            self._refuse_for(error)
-            raise error
+            with self._refusing():
+                raise UsageError(
+                    "each rank is a process here, and asks for its original rank itself; leave original_ranks out"
+                )
         return self._in_order.run(self._members.grow)
 
     def replan(
@@ -625,13 +618,10 @@ class Communicator(DenseCollectives, SparseCollectives):
         ...     print(comm.notes[-1])
         without link gpu0-gpu3: 8 ranks (gpu0 gpu1 gpu2 gpu3 gpu4 gpu5 gpu6 gpu7) at 78.57 GB/s, before 85.71
         """
-        try:
+        with self._refusing():
             change = PlanChange.of(without_links=without_links, slow_links=slow_links)
             if not change.without_links and not change.slow_links:
                 raise UsageError("no link changes; name links in without_links or slow_links")
-        except BaseException as error:
-            self._refuse_for(error)
-            raise
         self._in_order.run(partial(self._members.replan, change))
 
     def _run_in_order(
@@ -805,6 +795,15 @@ class Communicator(DenseCollectives, SparseCollectives):
             self._open()
             self._in_order.run(partial(self._members.refuse, reason))
 
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Do `_refuse_for` an error of the block."""
+        try:
+            yield
+        except BaseException as error:
+            self._refuse_for(error)
+            raise
+
     def _refuse_for(self, error: BaseException) -> None:
         """Refuse a collective with all ranks if this one cannot read its arguments; its next call would meet theirs.
 
@@ -900,11 +899,8 @@ class Communicator(DenseCollectives, SparseCollectives):
     ) -> Any:
         execution, membership = self._members.present
         self._refuse_helper()
-        try:
+        with self._refusing():
             asked = uneven_call(execution.backend, method, arrays, counts, recv_counts, **options)
-        except BaseException as error:
-            self._refuse_for(error)
-            raise
         outcome = CollectiveOutcome(among=membership.seats)
         task: Callable[[], Any]
         if self._members.repeats:
@@ -919,16 +915,13 @@ class Communicator(DenseCollectives, SparseCollectives):
         """Start a collective that the survivors repeat if a rank fails."""
         execution, membership = self._members.present
         backend, seats = execution.backend, membership.seats
-        try:
+        with self._refusing():
             request(collective, backend, arrays, out=out, op=op, root=root)
             if backend.captures:
                 raise UsageError(
                     "a collective in a graph cannot be repeated if a rank fails; capture it with a communicator that "
                     'has on_failure="raise"'
                 )
-        except BaseException as error:
-            self._refuse_for(error)
-            raise
         outcome = CollectiveOutcome()
         original_root = None if root is None else seats[root]
         task = partial(self._members.run_to_end, collective, original_root, op, arrays, out, seats, outcome)

@@ -46,22 +46,20 @@ from collectives.torch.group_arguments import (
     times,
 )
 from collectives.torch.sparse_rows import check_sparse, start_sum_of_rows
-from topoplan.errors import TopoplanError, UsageError
+from topoplan.errors import UsageError
 
 Result = TypeVar("Result")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def in_step(method: Method) -> Method:
-    """Let all ranks refuse a collective that this rank could not start, as without memory for a copy."""
+    """Let all ranks refuse a collective that this rank could not start: wrong arguments, no memory for a copy."""
 
     @wraps(method)
     def call(self: GroupCollectives, *given: Any, **options: Any) -> Any:
         before = self._begun
         try:
             return method(self, *given, **options)
-        except TopoplanError:
-            raise
         except Exception as error:
             if self._begun == before and self.communicator is not None:
                 self._begun += 1
@@ -720,16 +718,11 @@ class GroupCollectives:
         self._block.append(work)
         return work if getattr(opts, "asyncOp", False) else None
 
+    @in_step
     def _check_on_all(self, check: Callable[[], Result]) -> Result:
-        """Return the result of a check of arguments; all ranks refuse the collective if it raises on one of them."""
+        """Return the result of a check of arguments, once all ranks have agreed on a plan."""
         self._planned()
-        try:
-            return check()
-        except Exception as error:  # such as a TypeError for a value that is not a list of tensors
-            self._begun += 1
-            if self.communicator is not None:
-                self.communicator._refuse_for(error)
-            raise
+        return check()
 
     def _reduces(self, tensors: Sequence[Any], opts: Any) -> bool:
         op, factor = operation_of(opts)

@@ -214,13 +214,10 @@ class InStepAverager(Averager):
         started = recorder.now()
         nbytes = nbytes_of(comm, gradients)
         handle: Handle[Any]
-        try:
+        with comm._refusing():
             density = 1.0 if sparse is None else sparse.at(step, self.settings.names_of(parts))
             layers = None if sparse is None else sparse.layers(parts)
             scale = self.scale if self.filters or sparse is not None else 1.0
-        except Exception as error:
-            comm._refuse_for(error)
-            raise
 
         def sparse_note(chosen: SparseExplanation) -> dict[str, Any]:
             bound = math.inf if chosen.plan is None else chosen.plan.bound
@@ -244,13 +241,10 @@ class InStepAverager(Averager):
             elements = elements_of(comm, gradients)
             parts = (BucketPart(key, 0, elements, (elements,)),)
         if self._filter is not None:
-            try:
+            with comm._refusing():  # the last collective of a filter is its last step
                 filtered = self._filter.start(
                     FilterCall(key, gradients, parts, step, scale, op, out, async_op)
                 )
-            except Exception as error:  # the last collective of a filter is its last step
-                comm._refuse_for(error)
-                raise
         note: Mapping[str, Any] | None
         if filtered is not None:
             handle, part, words = filtered
@@ -267,11 +261,8 @@ class InStepAverager(Averager):
         else:
             # first, since it keeps the gradient if ranks cannot agree on its exchange
             self._keys.add(key)
-            try:
+            with comm._refusing():
                 changes = None if self._estimates is None else self._estimates.change(gradients, parts, scale)
-            except Exception as error:
-                comm._refuse_for(error)
-                raise
             found = comm.sparse_all_reduce(
                 gradients if changes is None else changes.arrays,
                 density=density,

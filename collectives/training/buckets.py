@@ -384,12 +384,8 @@ class BucketExchange:
         if number is None:
             self._empty[index] = arrays
             return
-        with self._about(self._memory[number].bucket):
-            try:
-                self._memory[number].put(index, arrays, outs)
-            except Exception as error:
-                self._comm._refuse_for(error)
-                raise
+        with self._about(self._memory[number].bucket), self._comm._refusing():
+            self._memory[number].put(index, arrays, outs)
         self._missing[number] -= 1
         while (following := len(self._handles)) < len(self._memory) and not self._missing[following]:
             self._start(self._memory[following])

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -155,15 +153,6 @@ class RayGroup:
             time.sleep(POLL_SECONDS)
         return found
 
-    @contextmanager
-    def _checking(self) -> Iterator[None]:
-        """Refuse a wrong argument with all ranks, which stay in step."""
-        try:
-            yield
-        except Exception as error:
-            self.communicator._refuse_for(error)
-            raise
-
     @classmethod
     def backend(cls) -> str:
         return cls.given_name
@@ -181,7 +170,7 @@ class RayGroup:
             self._rendezvous.close()
 
     def allreduce(self, tensor: list[Any], allreduce_options: Any) -> None:
-        with self._checking():
+        with self.communicator._refusing():
             array, op = _only(tensor, filled=True), OPERATIONS[allreduce_options.reduceOp.name]
         array[...] = self.communicator.all_reduce(array, op=op)
 
@@ -189,7 +178,7 @@ class RayGroup:
         self.communicator.barrier()
 
     def reduce(self, tensor: list[Any], reduce_options: Any) -> None:
-        with self._checking():
+        with self.communicator._refusing():
             root, op = reduce_options.root_rank, OPERATIONS[reduce_options.reduceOp.name]
             array = _only(tensor, filled=self.rank == root)
         found = self.communicator.reduce(array, root=root, op=op)
@@ -197,14 +186,14 @@ class RayGroup:
             array[...] = found
 
     def broadcast(self, tensor: list[Any], broadcast_options: Any) -> None:
-        with self._checking():
+        with self.communicator._refusing():
             array, root = _only(tensor, filled=True), broadcast_options.root_rank
         array[...] = self.communicator.broadcast(array, root=root)
 
     def allgather(
         self, tensor_list: list[list[Any]], tensor: list[Any], allgather_options: Any = None
     ) -> None:
-        with self._checking():
+        with self.communicator._refusing():
             given = _only(tensor)
             outs = _blocks(tensor_list, self.world_size, given, filled=True)
         found = self.communicator.all_gather(given.ravel()).reshape(self.world_size, -1)
@@ -214,7 +203,7 @@ class RayGroup:
     def reducescatter(
         self, tensor: list[Any], tensor_list: list[list[Any]], reducescatter_options: Any
     ) -> None:
-        with self._checking():
+        with self.communicator._refusing():
             out = _only(tensor, filled=True)
             given = _blocks(tensor_list, self.world_size, out)
             op = OPERATIONS[reducescatter_options.reduceOp.name]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,18 @@ print("the last word")
 """
 
 
+def told_by(survivors: Sequence[int], body: Callable[..., None], size: int, *given: Any) -> list[Any]:
+    """What some ranks write into the folder, the second argument of the body behind the rank; each is a process."""
+    context = forking()
+    ranks = [context.Process(target=body, args=(rank, *given), daemon=True) for rank in range(size)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(LIMIT_SECONDS)
+        one.kill()
+    return [json.loads(Path(given[1], str(rank)).read_text()) for rank in survivors]
+
+
 def leaves_at_once(rank: int, backend: str, folder: str, dies: float | None) -> None:
     """Rank 0 dies in the last collective: so many seconds after its beginning, or when it has told one rank that all
     have their results. The others leave as soon as they have theirs."""
@@ -237,17 +250,7 @@ def leaves_at_once(rank: int, backend: str, folder: str, dies: float | None) -> 
 )
 def test_a_leaving_rank_is_not_dead(backend: str, dies: float | None, tmp_path: Path) -> None:
     """Whether it was repeated or not, all have the same sum: that of all ranks, or without the one that died."""
-    context = forking()
-    ranks = [
-        context.Process(target=leaves_at_once, args=(rank, backend, str(tmp_path), dies), daemon=True)
-        for rank in range(4)
-    ]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join(LIMIT_SECONDS)
-        one.kill()
-    told = [json.loads((tmp_path / str(rank)).read_text()) for rank in (1, 2, 3)]
+    told = told_by((1, 2, 3), leaves_at_once, 4, backend, str(tmp_path), dies)
     assert told[0] in ([15.0, 15.0, [0, 1, 2, 3]], [14.0, 14.0, [1, 2, 3]])
     assert told == [told[0]] * 3
 
@@ -273,17 +276,7 @@ def refuses_beside_a_death(rank: int, backend: str, folder: str) -> None:
 @pytest.mark.parametrize("backend", [pytest.param("tcp", marks=pytest.mark.thorough), "shared"])
 def test_a_rank_that_refuses_while_another_dies_stays_in_step(backend: str, tmp_path: Path) -> None:
     """The survivors repeat the call: it refuses again, and its next call does not meet the repeated one."""
-    context = forking()
-    ranks = [
-        context.Process(target=refuses_beside_a_death, args=(rank, backend, str(tmp_path)), daemon=True)
-        for rank in range(3)
-    ]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join(LIMIT_SECONDS)
-        one.kill()
-    told = [json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1)]
+    told = told_by((0, 1), refuses_beside_a_death, 3, backend, str(tmp_path))
     assert told == [["RefusedError: rank 1 refused the collective:", "20.0", "200.0", "2000.0"]] * 2
 
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
 from math import prod
 from typing import Any
 
+import pytest
+
 import topoplan
-from topoplan import ClusterByKind, InfeasibleError, PlanByKind, Server, TopoplanError
+from topoplan import ClusterByKind, InfeasibleError, PlanByKind, PlanError, Server, TopoplanError
+from topoplan.plans.verify import Verification
+from topoplan.plans.verify_by_kind import verify_by_kind
 
 MACHINES = ("v100x4", "dgx-1v", "nvlink-x4", "dgx-h100", "pcie-x8", "dgx-2", "mi250x")
 
@@ -223,6 +230,38 @@ def random_plan(seed: int, *, most: int) -> PlanByKind | None:
         return topoplan.plan_by_kind(cluster, collective, root=root)
     except InfeasibleError:
         return None
+
+
+def refused_of_changed(
+    plans: Sequence[PlanByKind],
+    change: Callable[[random.Random, dict[str, Any]], dict[str, Any]],
+    rng: random.Random,
+    changes: int,
+    proved: Callable[[PlanByKind, Verification], Fraction | None],
+) -> int:
+    """Change files of plans at random, and return how many are refused; whatever is accepted is right by its list.
+
+    ``proved`` returns the bound of the list, which that of the plan by kind must not be below.
+    """
+    refused = 0
+    for _ in range(changes):
+        value = change(rng, json.loads(json.dumps(rng.choice(plans).to_object())))
+        try:
+            read = PlanByKind.from_object(value)
+            # Claims that fit, so that the trees alone decide.
+            read = replace(read, rate=float(read.exact_rate()), bound=float(read.exact_bound()))
+            report = verify_by_kind(read)
+        except PlanError:
+            refused += 1
+            continue
+        listed = topoplan.verify(read.listed())
+        assert listed.exact_rate == report.exact_rate
+        assert report.loads == pytest.approx({ends: listed.loads[ends] for ends in report.loads})
+        bound = proved(read, listed)
+        assert bound is not None
+        assert report.exact_bound is not None
+        assert bound <= report.exact_bound
+    return refused
 
 
 def changed_file(rng: random.Random, value: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from topoplan.cli.output import (
     thinned,
 )
 from topoplan.cli.plan_cluster import refuse_listed_options, root_rank, where_words
-from topoplan.cli.simulate import EVENTS, LATE_ALONE, NCCL, TIMES, Times, late_words, verdict
+from topoplan.cli.simulate import EVENTS, LATE_ALONE, NCCL, TIMES, Times, event_rows, late_words, verdict
 from topoplan.cli.sources import (
     CHANNELS_BY_KIND,
     MACHINE_OPTIONS,
@@ -211,7 +211,10 @@ def run_sizes(
     with progress_line("timing"):
         rows = [row(plan.collective, plan.size, size, clock.time(size).seconds) for size in sizes]
         nccl = [_quickest(model, size, bus_factor(plan.collective, plan.size)) for size in sizes if model]
-    by_events = _event_rows(plan, sizes, late) if options.events else []
+    by_events: list[SizeRow] = []
+    if options.events:
+        orbits = EventOrbits(plan, late)
+        by_events = event_rows(plan.collective, plan.size, sizes, lambda size: orbits.run(size).seconds)
 
     notes = (*plan.notes, LATE_ALONE) if late else plan.notes
     noun = "path" if plan.collective == ALL_TO_ALL else "tree"
@@ -256,18 +259,6 @@ def run_sizes(
         "notes": list(notes),
     }
     return Answer(text=text, value=lambda: value, rows=lambda: records, notes=notes)
-
-
-def _event_rows(plan: PlanByKind, sizes: Sequence[int], late: Mapping[int, float]) -> list[SizeRow]:
-    """Return the times of a plan by the event simulation."""
-    orbits = EventOrbits(plan, late)
-    found = []
-    with progress_line("running events") as progress:
-        for size in sizes:
-            found.append(row(plan.collective, plan.size, size, orbits.run(size).seconds))
-            if progress:
-                progress(f"{len(found)} of {len(sizes)} sizes …")
-    return found
 
 
 def run_recommendation(options: argparse.Namespace) -> Answer | None:

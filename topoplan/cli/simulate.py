@@ -232,7 +232,14 @@ def run(options: argparse.Namespace) -> Answer:
         with progress_line("running events"):
             events = run_events(plan.at(max(sizes)), nbytes=max(sizes))
         write_whole(options.trace, chrome_trace(events))
-    events_rows = _event_rows(plan, sizes, late) if options.events else ()
+    by_events: list[SizeRow] = []
+    if options.events:
+        by_events = event_rows(
+            plan.collective,
+            len(plan.ranks),
+            sizes,
+            lambda size: run_events(plan.at(size), nbytes=size, late=late).seconds,
+        )
     queues = None
     if options.headroom is not None:
         with progress_line("running events"):
@@ -260,7 +267,7 @@ def run(options: argparse.Namespace) -> Answer:
         yield from head
         yield ""
         none = [None] * len(rows)
-        shown = [*zip(rows, rival_rows or none, nccl or none, events_rows or none, strict=True)]
+        shown = [*zip(rows, rival_rows or none, nccl or none, by_events or none, strict=True)]
         asked = options.sizes is not None or options.all
         beside = len(head) + 4 + len([*note_lines(*notes, every=options.notes)])
         listed = thinned(shown, DEFAULT_LINES - beside, every=asked)
@@ -284,7 +291,7 @@ def run(options: argparse.Namespace) -> Answer:
                 {"size": one.nbytes, "time": one.seconds * 1e6, "algbw": one.algbw, "runs": one.runs}
                 for one in nccl
             ],
-            **({"events": [one.to_object() for one in events_rows]} if events_rows else {}),
+            **({"events": [one.to_object() for one in by_events]} if by_events else {}),
             "crossover": crossing.to_object() if crossing else None,
             **({"queues": queues.to_object()} if queues else {}),
             **({"late": {str(rank): seconds for rank, seconds in sorted(late.items())}} if late else {}),
@@ -305,7 +312,7 @@ def run(options: argparse.Namespace) -> Answer:
 
     named = (
         ("plan", rows),
-        (EVENTS, events_rows),
+        (EVENTS, by_events),
         (rival.schedule if rival else "", rival_rows),
         (NCCL, nccl_rows),
     )
@@ -319,14 +326,17 @@ def run(options: argparse.Namespace) -> Answer:
     )
 
 
-def _event_rows(plan: Plans, sizes: Sequence[int], late: Mapping[int, float]) -> list[SizeRow]:
-    """Return the times of a plan, or of the plan of each size, by the event simulation."""
-    with progress_line("running events"):
-        runs = [run_events(plan.at(size), nbytes=size, late=late) for size in sizes]
-    return [
-        row(plan.collective, len(plan.ranks), size, one.seconds)
-        for size, one in zip(sizes, runs, strict=True)
-    ]
+def event_rows(
+    collective: str, ranks: int, sizes: Sequence[int], seconds: Callable[[int], float]
+) -> list[SizeRow]:
+    """Return the times by the event simulation; ``seconds`` runs it for a size."""
+    found = []
+    with progress_line("running events") as progress:
+        for size in sizes:
+            found.append(row(collective, ranks, size, seconds(size)))
+            if progress:
+                progress(f"{len(found)} of {len(sizes)} sizes …")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,16 +312,14 @@ class PlanByKind:
             server = of_server[f"s{number}"]
             sides += [server, *([one] for one in server if one in fabric.ranks)]
         every = set(fabric.nodes)
+        both = (sorted(side) for one in sides for side in (one, every.difference(one)))
+        cuts = [Cut(tuple(side)) for side in both if root is None or root in side]
         best: tuple[Fraction, OneFabric] | None = None
-        cuts = (Cut(tuple(sorted(side))) for side in sides)
-        for one in (lengths, Steiner(lengths.lengths), *cuts):
-            for made in (one, *([Cut(tuple(sorted(every - {*one.side})))] if isinstance(one, Cut) else [])):
-                if isinstance(made, Cut) and root is not None and root not in made.side:
-                    continue
-                with suppress(PlanError):
-                    bound = made.bound(fabric, self.collective, self.root)
-                    if best is None or bound < best[0]:
-                        best = bound, made
+        for made in (lengths, Steiner(lengths.lengths), *cuts):
+            with suppress(PlanError):
+                bound = made.bound(fabric, self.collective, self.root)
+                if best is None or bound < best[0]:
+                    best = bound, made
         assert best is not None, "a GPU's own links are a cut"
         return best[1]
 

@@ -592,16 +592,6 @@ def path_ends(shard: Shard) -> tuple[int, int]:
     return stage.root, at
 
 
-def carried_shares(shards: Iterable[Shard]) -> dict[tuple[int, int], Fraction]:
-    """Return the shares of an all-to-all that go from one rank to another, by both; errors as `path_ends`."""
-    carried: dict[tuple[int, int], Fraction] = {}
-    for shard in shards:
-        pair = path_ends(shard)
-        known = carried.get(pair)
-        carried[pair] = shard.share if known is None else known + shard.share
-    return carried
-
-
 def shard_counts(shards: Sequence[Shard]) -> tuple[tuple[Shard, int], ...]:
     """Return the shards from which all others follow by symmetry, each with the number of shards that it represents."""
     if isinstance(shards, ImageShards):

@@ -35,7 +35,6 @@ from topoplan.plans.shards import (
     ImageShards,
     Shard,
     Stage,
-    carried_shares,
     check_entries,
     owner_of,
     path_ends,
@@ -407,6 +406,10 @@ def _check_exchange(plan: Plan) -> None:
             "the bounds of channels do not add up for an alltoall: pairs may be divided differently"
         )
     size = len(plan.ranks)
+    from topoplan.plans.certificates.exchange import Demand
+
+    demand = plan.certificate if isinstance(plan.certificate, Demand) else None
+    carried: dict[tuple[int, int], Fraction] = {}
     last = (0, 0)
     for number, shard in enumerate(plan.shards):
         try:
@@ -420,12 +423,12 @@ def _check_exchange(plan: Plan) -> None:
                 rank=source,
             )
         last = destination, source
-    from topoplan.plans.certificates.exchange import Demand
-
-    if isinstance(plan.certificate, Demand):
-        plan.certificate.suppose(plan.shards)
+        if demand is None:
+            pair = source, destination
+            carried[pair] = carried.get(pair, Fraction(0)) + shard.share
+    if demand is not None:
+        demand.suppose(plan.shards)
         return
-    carried = carried_shares(plan.shards)
     for source in range(size):
         for destination in range(size):
             share = carried.get((source, destination), Fraction(0))

@@ -163,6 +163,17 @@ class FabricOrbits:
         return np.asarray(table[place[:, None], self.seen_from_first])
 
 
+def arcs_to(
+    state: int, last: Sequence[int] | NDArray[np.int32], ends: Sequence[tuple[int, int]] | NDArray[np.int64]
+) -> list[int]:
+    """Return the arcs of the shortest route to a state: ``last`` has the last arc to every state, -1 at its start."""
+    found: list[int] = []
+    while (arc := int(last[state])) >= 0:
+        found.append(arc)
+        state = int(ends[arc][0])
+    return found[::-1]
+
+
 def check_pairs(size: int) -> None:
     """Raise UsageError if the memory is too small for tables of all pairs of ranks."""
     needed, allowed = BYTES_PER_PAIR * size * size, physical_memory() // 2
@@ -330,13 +341,8 @@ class RouteTable:
 
     def _links(self, first: int, rank: int) -> Sequence[int]:
         """Return the links of the route from a first rank to a rank."""
-        via, graph = self._last_links[first], self.orbits.fabric.route_graph
-        path: list[int] = []
-        state = rank
-        while via[state] >= 0:
-            path.append(graph.links[via[state]])
-            state = graph.ends[via[state]][0]
-        return path[::-1]
+        graph = self.orbits.fabric.route_graph
+        return [graph.links[arc] for arc in arcs_to(rank, self._last_links[first], graph.ends)]
 
     def _steps(
         self, place: NDArray[np.int64], states: NDArray[np.int64]

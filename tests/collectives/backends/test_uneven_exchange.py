@@ -297,7 +297,7 @@ def test_demands_of_64_ranks_are_planned_where_ranks_share_switches() -> None:
 
 @pytest.mark.parametrize("unit", [1, 10**6 + 3, 2**40 + 1])
 def test_the_time_of_counts_is_exact_for_lengths_beyond_machine_words(unit: int) -> None:
-    """Of the optimum for these counts, whose rate is known; products of counts and parts have up to 80 bits."""
+    """The plan is the optimum for these counts, whose rate is known; products of counts and parts have 80 bits."""
     rows = tuple(tuple(count * unit for count in row) for row in zipf(4, 1))
     plan = topoplan.plan("v100x4", "alltoall", demand=zipf(4, 1))
     crossings = _crossings(PlanKey(plan.digest, plan))

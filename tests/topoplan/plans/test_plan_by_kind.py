@@ -19,6 +19,7 @@ from tests.support.kind_clusters import (
     plan_of_groups,
     plan_of_three_levels,
     random_plan,
+    refused_of_changed,
 )
 from topoplan import InfeasibleError, PlanByKind, PlanError, Server, UsageError, cluster_by_kind, plan_by_kind
 from topoplan.plans.deferred_plan import DeferredPlan
@@ -66,23 +67,7 @@ def refuse_wrong_files(seeds: range, changes: int, *makers: Callable[..., PlanBy
     rng = random.Random(7)
     drawn = (make(seed, most=40) for seed in seeds for make in makers or (random_plan, plan_of_three_levels))
     plans = [plan for plan in drawn if plan is not None]
-    refused = 0
-    for _ in range(changes):
-        value = changed_file(rng, json.loads(json.dumps(rng.choice(plans).to_object())))
-        try:
-            read = PlanByKind.from_object(value)
-            # Claims that fit, so that the trees alone decide.
-            read = replace(read, rate=float(read.exact_rate()), bound=float(read.exact_bound()))
-            report = verify_by_kind(read)
-        except PlanError:
-            refused += 1
-            continue
-        listed = topoplan.verify(read.listed())
-        assert listed.exact_rate == report.exact_rate
-        assert report.loads == pytest.approx({ends: listed.loads[ends] for ends in report.loads})
-        assert listed.exact_bound is not None
-        assert report.exact_bound is not None
-        assert listed.exact_bound <= report.exact_bound
+    refused = refused_of_changed(plans, changed_file, rng, changes, lambda _, listed: listed.exact_bound)
     assert refused > changes // 2
 
 

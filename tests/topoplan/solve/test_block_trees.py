@@ -190,7 +190,7 @@ def test_servers_behind_one_network_take_the_time_of_the_cut_or_nearly(
 
 
 def test_servers_of_one_gpu_are_bound_by_their_nics() -> None:
-    """Of six servers, each with two NICs of 25 GB/s: the cut around a server is slower than that around its GPU."""
+    """Six servers have two NICs of 25 GB/s each: the cut around a server is slower than that around its GPU."""
     server = topoplan.Server(topoplan.load("dgx-h100"), [0], count=6)
     machine = topoplan.cluster([server], nics=2, nic_gbps=200, nic_access="direct")
     for collective in COLLECTIVES:

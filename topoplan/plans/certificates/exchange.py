@@ -48,7 +48,7 @@ from topoplan.plans.certificates.forest_length import (
 )
 from topoplan.plans.file_values import read_fraction, read_list, read_text, read_texts, read_whole
 from topoplan.plans.minimum_trees import equivalent_vertices, inner_sets, set_count
-from topoplan.plans.shards import Shard, Stage, carried_shares, check_entries, shard_counts
+from topoplan.plans.shards import Shard, Stage, check_entries, path_ends, shard_counts
 from topoplan.units import format_seconds, shown
 
 DemandMatrix = tuple[tuple[int, ...], ...]
@@ -89,7 +89,11 @@ class Demand(Certificate):
 
     def suppose(self, shards: Sequence[Shard]) -> None:
         """Raise PlanError if the shards of a plan carry another demand than the bound assumes."""
-        carried = carried_shares(shards)
+        carried: dict[tuple[int, int], Fraction] = {}
+        for shard in shards:
+            pair = path_ends(shard)
+            known = carried.get(pair)
+            carried[pair] = shard.share if known is None else known + shard.share
         buffer, none = self.buffer, Fraction(0)
         for source, row in enumerate(self.demand):
             for destination, amount in enumerate(row):

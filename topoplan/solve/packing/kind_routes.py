@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.plans.minimum_trees import UNREACHABLE
-from topoplan.solve.route_table import FabricOrbits, ShortestRoutes
+from topoplan.solve.route_table import FabricOrbits, ShortestRoutes, arcs_to
 
 Numbers = NDArray[np.int64]
 
@@ -145,20 +145,12 @@ class KindRoutes:
         return [self._near(tail, head) if near else self._far(tail, head) for tail, head, near in pairs]
 
     def _far(self, tail: int, head: int) -> tuple[int, ...]:
-        graph, last = self.parts.orbits.fabric.route_graph, self._across[tail]
-        path, state = [], head
-        while last[state] >= 0:
-            path.append(graph.links[last[state]])
-            state = graph.ends[last[state]][0]
-        return tuple(path[::-1])
+        graph = self.parts.orbits.fabric.route_graph
+        return tuple([graph.links[arc] for arc in arcs_to(head, self._across[tail], graph.ends)])
 
     def _near(self, tail: int, head: int) -> tuple[int, ...]:
         server = int(self.parts.servers.of_rank[tail])
         part = self.parts.parts[server]
         start, state = np.searchsorted(part.ranks, (tail, head)).tolist()
         last, links = self._searched()[server][1][start], self.parts.orbits.link_of_arc
-        path = []
-        while last[state] >= 0:
-            path.append(int(links[part.arcs[last[state]]]))
-            state = int(part.ends[last[state], 0])
-        return tuple(path[::-1])
+        return tuple([int(links[part.arcs[arc]]) for arc in arcs_to(state, last, part.ends)])

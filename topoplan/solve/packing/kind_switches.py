@@ -24,6 +24,7 @@ from topoplan.plans.minimum_trees import UNREACHABLE, cheapest_steiner_tree
 from topoplan.solve.packing.composition import ServerTrees
 from topoplan.solve.packing.kind_routes import KindRoutes
 from topoplan.solve.packing.kind_stars import Join, KindStars, Star, StarCosts
+from topoplan.solve.route_table import arcs_to
 
 Numbers = NDArray[np.int64]
 
@@ -88,7 +89,7 @@ class SwitchedTrees:
                 costs[root] = total
 
                 def route(tail: int, head: int) -> Path:
-                    return _local_path(last, part.ends, starts, tail, head)
+                    return tuple(arcs_to(starts[head], last[tail], part.ends))
 
                 trees.append(
                     {rank: (chain[0], _joined(chain, upwards, route)) for rank, chain in chains.items()}
@@ -153,16 +154,6 @@ def _joined(chain: Sequence[int], upwards: bool, route: Callable[[int, int], Pat
     """Return the route along vertices from a parent to a child, in the order in which data crosses it."""
     stops = chain[::-1] if upwards else chain
     return tuple(link for tail, head in pairwise(stops) for link in route(tail, head))
-
-
-def _local_path(last: NDArray[np.int32], ends: Numbers, starts: Sequence[int], tail: int, head: int) -> Path:
-    """Return the arcs of the route between two of the vertices from which routes were searched."""
-    path, state = [], starts[head]
-    while last[tail, state] >= 0:
-        arc = int(last[tail, state])
-        path.append(arc)
-        state = int(ends[arc, 0])
-    return tuple(path[::-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,11 +309,6 @@ class NetworkStars:
 
     def _path(self, tail: int, head: int) -> Path:
         """Return the links of the route between two states."""
-        orbits = self.routes.parts.orbits
-        links, ends = orbits.fabric.route_graph.links, orbits.fabric.route_graph.ends
+        graph = self.routes.parts.orbits.fabric.route_graph
         last = self._search[1][self._place[tail]]
-        path, state = [], head
-        while last[state] >= 0:
-            path.append(links[last[state]])
-            state = ends[last[state]][0]
-        return tuple(path[::-1])
+        return tuple(graph.links[arc] for arc in arcs_to(head, last, graph.ends))

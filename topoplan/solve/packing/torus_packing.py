@@ -35,6 +35,7 @@ from topoplan.plans.shards import Edge, Stage
 from topoplan.plans.torus_templates import Arm, TorusTemplate
 from topoplan.solve.packing.kind_program import Proof, Solution, TemplateColumn, TreeProgram
 from topoplan.solve.packing.packing_program import rounded_lengths
+from topoplan.solve.route_table import arcs_to
 from topoplan.solve.symmetry.symmetry_search import find_symmetry
 
 STARS, EVEN = 1, 2
@@ -190,12 +191,9 @@ class TorusRoutes:
     def edge(self, op: str, parent: int, child: int) -> Edge:
         """Return the edge along a shortest route."""
         tail, head = (parent, child) if op == "broadcast" else (child, parent)
-        fabric, graph, last = self.program.fabric, self.program.fabric.route_graph, self._last[tail]
-        path, state = [], head
-        while last[state] >= 0:
-            path.append(graph.links[last[state]])
-            state = graph.ends[last[state]][0]
-        arc = fabric.arc(tuple(path[::-1]))
+        fabric, graph = self.program.fabric, self.program.fabric.route_graph
+        arcs = arcs_to(head, self._last[tail], graph.ends)
+        arc = fabric.arc(tuple([graph.links[one] for one in arcs]))
         route = arc.route if op == "broadcast" else arc.route[::-1]
         return Edge(parent, child, route, arc.channel)
 
