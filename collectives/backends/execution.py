@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import NoneType
@@ -164,7 +164,8 @@ class PreparedRequest(Generic[Array]):
     def run(self) -> Any:
         """Run it once, as `Execution.run`."""
         if self._bound is None and self._tries:
-            self._bound = self._execution.bind(self.request)
+            with self._execution.in_step():
+                self._bound = self._execution.bind(self.request)
             self.quick = None if self._on_gpu else self._bound
             # a back end may need a run before it can repeat it
             self._tries -= self._execution.lowered(self.request.kind)
@@ -209,12 +210,11 @@ class Execution(Generic[Array]):
         """Run a request to its end; return the result, or a list with one for each rank of this process."""
         self._check_alive()
         library, kind = self.backend.arrays, request.kind
-        if kind not in self._lowered:
-            plan = self.plan_of(kind)
-            if plan.exchanges:
-                with self.in_step():
-                    return self._run_exchange(request, plan)
         with self.in_step():
+            if kind not in self._lowered:
+                plan = self.plan_of(kind)
+                if plan.exchanges:
+                    return self._run_exchange(request, plan)
             key, table, signature = self._lowered.get(kind) or self._lower(kind)
             if request.prepared or request.counts:
                 signature = replace(signature, prepared=request.prepared, counts=request.counts)
@@ -345,11 +345,8 @@ class Execution(Generic[Array]):
         """Run a cached call on arrays that fit."""
         library = self.backend.arrays
         if out is None:
-            try:
+            with self.in_step():
                 out = library.empty(call.kind.shapes[0], array)
-            except BaseException as error:
-                self._fall_out(error, self._calls)
-                raise
             result = library.address(out)
         self._run_bound(call, array, out, source, result)
         return out
@@ -482,24 +479,25 @@ class Execution(Generic[Array]):
         self._check_alive()
         library = self.backend.arrays
         itemsize = library.itemsize(results[0])
-        key = self.store.key(plan)
         count = borders[-1]
-        chunk_elements = max(1, self.chunks.choose(key.digest, count * itemsize) // itemsize)
-        table = lower_to(key, borders, chunk_elements)
-        memory = tuple(
-            RankArrays(rank, (0, count), source, (0, count), result)
-            for rank, source, result in zip(self.backend.ranks, given, results, strict=True)
-        )
-        signature = self._signature(
-            plan=key.digest[:16],
-            collective=plan.collective,
-            op=about,
-            dtype=library.dtype(results[0]),
-            count=count,
-            chunk=table.chunk_elements,
-            prepared=prepared,
-        )
-        call = Call(key.plan, table, signature, op, signature.dtype, itemsize, memory)
+        with self.in_step():
+            key = self.store.key(plan)
+            chunk_elements = max(1, self.chunks.choose(key.digest, count * itemsize) // itemsize)
+            table = lower_to(key, borders, chunk_elements)
+            memory = tuple(
+                RankArrays(rank, (0, count), source, (0, count), result)
+                for rank, source, result in zip(self.backend.ranks, given, results, strict=True)
+            )
+            signature = self._signature(
+                plan=key.digest[:16],
+                collective=plan.collective,
+                op=about,
+                dtype=library.dtype(results[0]),
+                count=count,
+                chunk=table.chunk_elements,
+                prepared=prepared,
+            )
+            call = Call(key.plan, table, signature, op, signature.dtype, itemsize, memory)
         self._run(call, key.digest, count * itemsize)
 
     def _known_counts(self, asked: UnevenCall[Array]) -> KnownCounts:
@@ -514,24 +512,22 @@ class Execution(Generic[Array]):
         """
         backend = self.backend
         counts = self._known_counts(asked)
-        number = counts.number(backend.ranks[0], asked) if backend.one_rank else 0
-        if number:
-            run = self._repeated_uneven(number, asked)
-            if run is None:
-                try:
+        with self.in_step():
+            number = counts.number(backend.ranks[0], asked) if backend.one_rank else 0
+            run = self._repeated_uneven(number, asked) if number else None
+            if number and run is None:
+                with suppress(UsageError):  # ``out`` is for other counts than those of the earlier call
                     request = uneven_request(backend, asked, counts.of(number), number=number)
-                except UsageError:  # ``out`` is for other counts than those of the earlier call
-                    return self.run(self.bound_to_counts(asked))
-                run = partial(self.run, request) if request.kind in self._lowered else None
-            if run is not None:
-                try:
-                    result = run()
-                except RefusedError as error:
-                    if not error.unknown_counts:
-                        raise
-                else:
-                    counts.use(number)
-                    return result
+                    run = partial(self.run, request) if request.kind in self._lowered else None
+        if run is not None:
+            try:
+                result = run()
+            except RefusedError as error:
+                if not error.unknown_counts:
+                    raise
+            else:
+                counts.use(number)
+                return result
         return self.run(self.bound_to_counts(asked))
 
     def bound_to_counts(self, asked: UnevenCall[Array]) -> Request[Array]:
@@ -540,9 +536,15 @@ class Execution(Generic[Array]):
         Raises `RefusedError` on all ranks if a rank expects other counts than it is sent, and `UsageError` if ``out``
         has another shape: then the others raise `RefusedError`.
         """
+        with self.in_step():
+            if not self.backend.one_rank:
+                return self._uneven_request(asked, 0, asked.sent)
+            number, counts = self._agreed_counts(asked)
+            return self._uneven_request(asked, number, counts.of(number))
+
+    def _agreed_counts(self, asked: UnevenCall[Array]) -> tuple[int, KnownCounts]:
+        """Exchange the counts of all ranks; return their number, and the counts of all numbers."""
         backend, library = self.backend, self.backend.arrays
-        if not backend.one_rank:
-            return self._uneven_request(asked, 0, asked.sent)
         first = asked.inputs[0]
         counts = self._known_counts(asked)
         agreed: dict[str, Any] = {
@@ -565,7 +567,7 @@ class Execution(Generic[Array]):
         except UsageError as error:
             raise RefusedError(str(error), by_all=True, next_call=self._calls) from None
         counts.use(number)
-        return self._uneven_request(asked, number, counts.of(number))
+        return number, counts
 
     def _uneven_request(self, asked: UnevenCall[Array], number: int, rows: Counts) -> Request[Array]:
         """Return the request of counts of this number; refuse it with all ranks if ``out`` does not fit."""

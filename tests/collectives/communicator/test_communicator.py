@@ -13,6 +13,7 @@ import pytest
 
 import topoplan
 from collectives import Communicator
+from collectives.backends import execution
 from collectives.backends.backend import TraceEvent
 from collectives.backends.plan_and_chunk_store import PlanStore
 from collectives.backends.shared.shared_backend import SharedBackend
@@ -378,35 +379,52 @@ def lacks(
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "shrink"])
-@pytest.mark.parametrize("method", ["all_reduce", "sparse_all_reduce", "prepare"])
-def test_a_rank_without_memory_for_its_result_lets_all_refuse(
-    method: str, on_failure: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("method", "what", "name"),
+    [
+        ("all_reduce", NumpyArrays, "empty"),
+        ("all_reduce", execution.Execution, "plan_of"),
+        ("reduce_scatter_v", execution, "uneven_request"),
+        ("reduce_scatter_v", execution.KnownCounts, "number"),
+        ("reduce_scatter_v", execution.KnownCounts, "text"),
+        ("sparse_all_reduce", sparse_collective, "select_entries"),
+        ("prepare", SharedBackend, "empty"),
+        ("run", execution.Execution, "plan_of"),
+    ],
+)
+def test_a_rank_without_memory_before_it_moves_anything_lets_all_refuse(
+    method: str, what: Any, name: str, on_failure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its next call would meet the present one of the others, and sums would be of two calls."""
-    allocated: dict[str, tuple[Any, str]] = {
-        "all_reduce": (NumpyArrays, "empty"),
-        "prepare": (SharedBackend, "empty"),
-        "sparse_all_reduce": (sparse_collective, "select_entries"),
-    }
-    lack = lacks(*allocated[method], monkeypatch)
+    lack = lacks(what, name, monkeypatch)
 
     def work(comm: Communicator, rank: int) -> list[float]:
         def call(value: float) -> float:
-            array = np.full(64, value, np.float32)
+            more = 0 if method == "sparse_all_reduce" else int(np.log10(value))  # calls of other kinds
+            array = np.full(64 + more, value, np.float32)
+            if method == "run":
+                prepared = comm.prepare("all_reduce", array)
+                lack(lacking[0])
+                return float(prepared()[0])
+            lack(lacking[0])
+            if method == "reduce_scatter_v":
+                return float(comm.reduce_scatter_v(array, [60, len(array) - 60])[0])
             if method == "prepare":
                 return float(comm.prepare("all_reduce", array)()[0])
             if method == "sparse_all_reduce":
                 return float(comm.sparse_all_reduce(array, density=0.5, exchange="pairs")[0])
             return float(comm.all_reduce(array)[0])
 
+        lacking = [False]
         found = [call(1)]
         for step in range(1, 5):
-            lack(rank == 1 and step % 2 == 1)
+            lacking[0] = rank == 1 and step % 2 == 1
             if step % 2:
                 with pytest.raises(
                     RefusedError, match=r"rank 1 refused the collective: MemoryError: no memory"
                 ):
                     call(10**step)
+            lacking[0] = False
             lack(False)
             found.append(call(10**step) if method != "sparse_all_reduce" else comm.all_reduce(np.ones(4))[0])
         return found
