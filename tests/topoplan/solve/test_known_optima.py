@@ -103,7 +103,7 @@ def test_members_of_a_class_have_one_rate() -> None:
 
 @pytest.mark.slow
 def test_all_allocations_of_a_dgx_1v_are_planned_and_proved(capsys: pytest.CaptureFixture[str]) -> None:
-    """All 247 allocations of 2 to 8 GPUs, over NVLink or PCIe, three collectives each: no gap."""
+    """All 247 allocations of 2 to 8 GPUs, by NVLink, PCIe or both, three collectives each: no gap."""
     started = time.perf_counter()
     channels: dict[tuple[str, ...], int] = {}
     for size in range(2, 9):
@@ -112,7 +112,7 @@ def test_all_allocations_of_a_dgx_1v_are_planned_and_proved(capsys: pytest.Captu
                 made = topoplan.plan(load("dgx-1v"), collective, gpus=gpus)
                 assert topoplan.verify(made).optimal
             channels[made.channels] = channels.get(made.channels, 0) + 1
-    assert channels == {("nvlink",): 197, ("pcie",): 50}
+    assert channels == {("nvlink",): 197, ("pcie",): 12, ("all",): 38}
     with capsys.disabled():
         print(f"\n741 plans made and verified in {time.perf_counter() - started:.1f} s")
 
