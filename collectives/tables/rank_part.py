@@ -40,6 +40,7 @@ from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import ALIGNMENT
 from topoplan.plans.torus_exchange import TorusPaths
 from topoplan.plans.torus_templates import TorusTemplate
+from topoplan.plans.torus_trees import TorusTree
 
 MOST_TREES = 8_000_000
 """Trees up to which a rank's part is lowered, of one row or more for each tree."""
@@ -177,8 +178,8 @@ def _quotients(parts: Numbers, times: int, unit: int) -> tuple[Numbers, Numbers]
 def rank_part(plan: PlanByKind, rank: int) -> RankPart:
     """Return one rank's transfers of a valid plan by kind (see `topoplan.verify`).
 
-    UsageError for a rank that the plan does not have, too many trees or rows, or paths of an all-to-all; PlanError if a
-    server without a role of its own sends to another one.
+    UsageError for a rank that the plan does not have, too many trees or rows, paths of an all-to-all, or a root in a
+    torus; PlanError if a server without a role of its own sends to another one.
 
     >>> import topoplan
     >>> from collectives import rank_part
@@ -200,6 +201,8 @@ def rank_part(plan: PlanByKind, rank: int) -> RankPart:
     for template in plan.templates:
         if isinstance(template, (KindPath, TorusPaths)):
             raise UsageError("an all_to_all by kind cannot be lowered for a rank; list it")
+        if isinstance(template, TorusTree):
+            raise UsageError(f"a {plan.collective} on a torus by kind cannot be lowered for a rank; list it")
         if isinstance(template, TorusTemplate):
             finders.append(TorusTemplatePart(plan, template, rank))
         else:

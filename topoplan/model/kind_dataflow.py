@@ -45,6 +45,7 @@ from topoplan.plans.kind_templates import (
 )
 from topoplan.plans.plan_by_kind import AnyTemplate, PlanByKind
 from topoplan.plans.shards import Shard, Stage
+from topoplan.plans.torus_trees import TorusTree
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,13 @@ class KindClock:
 
     @cached_property
     def schedule(self) -> Pipeline:
-        """The dataflow as arrays; UsageError for a late rank that does not exist."""
+        """The dataflow as arrays; UsageError for a late rank that does not exist, or a torus with a root."""
         earliest = None
+        if self.plan.rooted_in_torus:
+            raise UsageError(
+                f"times of a {self.plan.collective} on a torus need the list of its hosts; plan it with --listed, or "
+                "simulate PlanByKind.listed()"
+            )
         if self.plan.cluster.network.kind == "torus":
             flow, starting, earliest = torus_dataflow(self.plan)
         else:
@@ -179,6 +185,7 @@ def _stands(plan: PlanByKind, template: AnyTemplate) -> dict[int, int]:
     """Return how many servers each server of the sample stands for in one image: one each in a path."""
     if isinstance(template, KindPath):
         return dict.fromkeys(range(len(plan.sample.places)), 1)
+    assert not isinstance(template, TorusTree), "times of a root in a torus are refused first"
     return represented(plan.sample, template)
 
 

@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 import topoplan
+from collectives import Communicator
 from collectives.backends.tcp.chunk_order import rank_order
 from collectives.tables.lowering import PlanKey, lower, shard_transfers
 from collectives.tables.rank_part import aligned_ends, is_lowered_by_part, lower_part, rank_part
@@ -382,3 +383,26 @@ def test_more_trees_than_fit_are_refused() -> None:
     )
     with pytest.raises(UsageError, match="at most 8,000,000 trees fit"):
         rank_part(plan_by_kind(cluster, "broadcast"), 0)
+
+
+def test_trees_of_a_root_in_a_torus_are_refused() -> None:
+    cluster = load_cluster_by_kind("torus:3,4")
+    assert cluster is not None
+    with pytest.raises(
+        UsageError, match="a broadcast on a torus by kind cannot be lowered for a rank; list it"
+    ):
+        rank_part(plan_by_kind(cluster, "broadcast", root=5), 2)
+
+
+@pytest.mark.parametrize("collective", ["broadcast", "reduce"])
+def test_a_communicator_lists_a_plan_of_a_root_in_a_torus(collective: str) -> None:
+    cluster = load_cluster_by_kind("torus:5,2,3")
+    assert cluster is not None
+    arrays = [np.arange(1000, dtype=np.float64) + rank for rank in range(30)]
+    with Communicator(plan_by_kind(cluster, collective, root=17), backend="loopback") as comm:
+        found = comm.broadcast(arrays) if collective == "broadcast" else comm.reduce(arrays)
+    if collective == "broadcast":
+        assert all(np.array_equal(one, arrays[17]) for one in found)
+    else:
+        assert [rank for rank, one in enumerate(found) if one is not None] == [17]
+        assert np.array_equal(found[17], sum(arrays))
