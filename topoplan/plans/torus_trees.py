@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from itertools import combinations
 from math import prod
 
@@ -155,38 +156,42 @@ class TorusTreeImages:
     def _small(self) -> Torus:
         return self.sample.cluster.network.torus
 
-    def _entries(self, stage: Stage) -> dict[int, tuple[Offset, Edge]]:
-        """Return for each host of the sample its offset from its parent, and the edge into it."""
-        home = self.sample.servers_of(self.fabric.ranks)
-        numbers = self.sample.numbers
+    @cached_property
+    def _entries(self) -> dict[int, tuple[Offset, Edge]]:
+        """For each host of the sample but the root its offset from its parent, and the edge into it."""
+        (stage,) = self.template.stages
+        home = [self.sample.numbers[server] for server in self.sample.servers_of(self.fabric.ranks)]
         return {
-            numbers[home[edge.child]]: (
-                self._small.between(numbers[home[edge.parent]], numbers[home[edge.child]]),
-                edge,
-            )
+            home[edge.child]: (self._small.between(home[edge.parent], home[edge.child]), edge)
             for edge in stage.edges
         }
 
+    def edge_into(self, rank: int) -> Edge | None:
+        """Return the edge into a rank of the whole torus; None for the root."""
+        whole, small = self.cluster.network.torus, self._small
+        here = whole.between(self.root, rank)
+        if rank == self.root:
+            return None
+        offset, edge = self._entries[small.server(_block(here, whole.sides, small.sides))]
+        # From 2 steps ahead on it is one back.
+        parent = whole.moved(rank, [-ahead if ahead < 2 else 1 for ahead in offset])
+        names = tuple(
+            f"s{at}.{name.partition('.')[2]}" for at, name in zip((parent, rank), edge.route, strict=True)
+        )
+        return Edge(parent, rank, names, edge.channel)
+
+    def edges_from(self, rank: int) -> list[Edge]:
+        """Return the edges from a rank to its children, ascending."""
+        torus = self.cluster.network.torus
+        near = sorted({torus.moved(rank, torus.offset(one)) for one in torus.directions})
+        edges = (self.edge_into(one) for one in near)
+        return [edge for edge in edges if edge is not None and edge.parent == rank]
+
     def shard(self, number: int) -> Shard:
         """Return the tree as a shard of the whole torus; its number is 0."""
-        whole, small = self.cluster.network.torus, self._small
         (stage,) = self.template.stages
-        entries = self._entries(stage)
-        root = whole.coordinates(self.root)
-        edges = []
-        for place in range(1, whole.servers):
-            here = whole.coordinates(place)
-            offset, edge = entries[small.server(_block(here, whole.sides, small.sides))]
-            before = [one - (ahead if ahead < 2 else -1) for one, ahead in zip(here, offset, strict=True)]
-            child, parent = (
-                whole.server([a + b for a, b in zip(one, root, strict=True)]) for one in (here, before)
-            )
-            names = tuple(
-                f"s{at}.{name.partition('.')[2]}"
-                for at, name in zip((parent, child), edge.route, strict=True)
-            )
-            edges.append(Edge(parent, child, names, edge.channel))
-        made = Stage(stage.op, self.root, tuple(edges))
+        every = (self.edge_into(rank) for rank in range(self.cluster.size))
+        made = Stage(stage.op, self.root, tuple(edge for edge in every if edge is not None))
         return Shard(self.share_each, (Stage(made.op, made.root, made.top_down()),))
 
     @property
@@ -197,8 +202,7 @@ class TorusTreeImages:
         host is, and later from the end at which it came out.
         """
         whole, small = self.cluster.network.torus.sides, self._small
-        (stage,) = self.template.stages
-        entries, best = self._entries(stage), 0
+        entries, best = self._entries, 0
         for host in entries:
             at, steps = host, 0
             # Whether the way stands at the end of its block that is farthest ahead; None for the host's own place.
