@@ -69,10 +69,8 @@ def requested_cluster(options: argparse.Namespace, topology: Topology | None) ->
     listed = listed or any(getattr(options, name) not in (None, False) for name in _LISTED_ONLY)
     listed = listed or options.channels not in CHANNELS_BY_KIND
     if topology is None and is_torus_name(options):
-        # A torus of hosts is listed for all that is not planned by kind there, and for times of a broadcast.
-        collective = check_collective(options.collective)
-        listed = listed or collective not in (*IN_TORUS, *ROOTED)
-        listed = listed or (collective in ROOTED and options.sizes is not None)
+        # A torus of hosts is listed for all that is not planned by kind there.
+        listed = listed or check_collective(options.collective) not in (*IN_TORUS, *ROOTED)
         listed = listed or any(getattr(options, name) is not None for name in ("survive", *FAULT_OPTIONS))
     cluster = None if listed else read_large(options, topology)
     small = cluster is not None and cluster.size <= MOST_LISTED_INSTEAD
