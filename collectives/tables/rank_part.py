@@ -43,7 +43,7 @@ from topoplan.plans.torus_templates import TorusTemplate
 from topoplan.plans.torus_trees import TorusTree
 
 AnyPart = TemplatePart | TorusTemplatePart | TorusTreePart
-"""What finds the rows of a rank in the images of a template."""
+"""The rows of a rank in the images of a template, by its kind."""
 
 MOST_TREES = 8_000_000
 """Trees up to which a rank's part is lowered, of one row or more for each tree."""

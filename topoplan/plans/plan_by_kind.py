@@ -279,10 +279,11 @@ class PlanByKind:
     def explain_bound(self) -> str:
         """Return one sentence on the bottleneck: the classes of links with a length, and how many links they have."""
         if self.rooted_in_torus:
-            sides = self.cluster.network.torus.sides
+            sides, given = self.cluster.network.torus.sides, self.cluster.network.dimension_nics
             hosts = prod(sides[one] for one in self._checked_line)
             verb = "enter" if self.collective == "broadcast" else "leave"
-            links = sum(2 for one in range(len(sides)) if one not in self._checked_line) * hosts
+            each = given or [self.cluster.nics // (2 * len(sides))] * len(sides)
+            links = 2 * hosts * sum(many for one, many in enumerate(each) if one not in self._checked_line)
             return f"the bottleneck is {links:,} ports that {verb} {counted(hosts, 'host')}"
         classes, counts = self._classes
         parts: dict[tuple[str, str], int] = {}

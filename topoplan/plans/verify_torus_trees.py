@@ -58,6 +58,9 @@ def verify_torus_trees(plan: PlanByKind) -> tuple[Verification, list[Fraction]]:
             raise error.under(f"template {number}") from None
     if total != 1:
         raise PlanError(f"shares add up to {shown(total)}, not 1")
+    for host, step in loads:
+        if not ports.get(step):
+            raise PlanError(f"s{host} must be entered over a port, got none in dimension {step[0]}")
     rates = {entry: ports[entry[1]] / load for entry, load in loads.items()}
     rate, bound = min(rates.values()), _line_bound(plan, ports)
     check_claim("rate", plan.rate, rate)

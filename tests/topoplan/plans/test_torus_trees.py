@@ -17,6 +17,7 @@ from tests.support.kind_clusters import broadcast_of_hosts, random_hosts
 from tests.topoplan.plans.test_plan_by_kind import agree, refuse_wrong_files
 from topoplan import ClusterByKind, InfeasibleError, PlanByKind, PlanError, Server, UsageError, plan_by_kind
 from topoplan.machine.fabric import Fabric
+from topoplan.machine.nic_wiring import NicPort
 from topoplan.plans.torus_trees import TorusTree, port_rates
 from topoplan.plans.verify_by_kind import verify_by_kind
 from topoplan.reading.load import load_cluster_by_kind
@@ -176,6 +177,31 @@ def test_a_wrong_claim_or_certificate_is_refused() -> None:
     value["templates"][0]["arms"] = []
     with pytest.raises(PlanError, match="arms"):
         PlanByKind.from_object(value)
+
+
+def test_cables_of_one_direction_alone_and_several_cables_are_planned() -> None:
+    """Hosts that send ahead only reach one port of each dimension; two cables of 0.1 and 0.2 GB/s are one link."""
+    cluster = hosts("torus:4,5")
+    (kind,) = cluster.kinds
+    ahead = tuple(
+        replace(port, out=3.0 * (1 - port.number % 2), back=3.0 * (port.number % 2), built=(3.0, 3.0))
+        for port in kind.ports
+    )
+    one_way = replace(cluster, kinds=(replace(kind, ports=ahead),))
+    plan = plan_by_kind(one_way, "broadcast", root=3)
+    agree(plan)
+    assert plan.exact_rate() == plan.exact_bound() == 6
+    two_way = plan_by_kind(hosts("torus:4,5", (3, 3)), "broadcast", root=3)
+    with pytest.raises(PlanError, match="must be entered over a port"):
+        verify_by_kind(replace(two_way, cluster=one_way))
+    rates = (0.1, 0.2, 0.1, 0.2, 0.3, 0.3)
+    ports = tuple(NicPort(number, "gpu0", "gpu0", rate, rate) for number, rate in enumerate(rates))
+    network = replace(cluster.network, dimension_nics=(2, 1))
+    several = replace(cluster, kinds=(replace(kind, nics=6, ports=ports),), nics=6, network=network)
+    plan = plan_by_kind(several, "reduce", root=3)
+    agree(plan)
+    assert plan.exact_rate() == plan.exact_bound() == Fraction(12, 10)
+    assert plan.explain_bound() == "the bottleneck is 6 ports that leave 1 host"
 
 
 def test_every_line_bounds_the_rate() -> None:

@@ -58,14 +58,13 @@ def plan_rooted_torus(
         for ends, rate in zip(fabric.ends, fabric.capacity, strict=True)
     }
     ports = {
-        torus.between(*ends): rate / (2 if 2 in torus.sides and _side(torus, ends) == 2 else 1)
-        for ends, rate in flows.items()
+        torus.between(*ends): rate / (2 if _side(torus, ends) == 2 else 1) for ends, rate in flows.items()
     }
     if progress is not None:
         progress(f"packing trees on {torus.servers:,} hosts")
     parents = (
         [_closed(torus, one) for one in torus.directions]
-        if len(set(ports.values())) == 1
+        if len(set(ports.values())) == 1 and len(ports) == len({*map(torus.offset, torus.directions)})
         else _packed(cluster, torus, flows)
     )
     templates = tuple(
