@@ -25,7 +25,7 @@ from topoplan.machine.torus import Direction, Torus
 from topoplan.plans.build import stage_order
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import Edge, Stage
-from topoplan.plans.torus_trees import TorusTree, narrowest_line, port_rates, rooted_sample
+from topoplan.plans.torus_trees import TorusTree, line_rate, narrowest_line, port_rates, rooted_sample
 from topoplan.solve.packing.disjoint_arborescences import disjoint_arborescences
 
 MOST_TREES = 64
@@ -99,15 +99,11 @@ def _closed(torus: Torus, tree: Direction) -> list[int]:
 def _packed(cluster: ClusterByKind, torus: Torus, flows: dict[tuple[int, int], Fraction]) -> list[list[int]]:
     """Return the parents of trees that take equal parts of links of different bandwidth."""
     rates = port_rates(cluster)
-    line = narrowest_line(torus.sides, rates)
-    entering = sum(rate for one, rate in enumerate(rates) if one not in line)
-    hosts = 1
-    for one in line:
-        hosts *= torus.sides[one]
-    scale = lcm(*(rate.denominator for rate in flows.values()))
-    whole = {ends: int(rate * scale) for ends, rate in flows.items()}
+    rate = line_rate(torus.sides, rates, narrowest_line(torus.sides, rates))
+    scale = lcm(*(one.denominator for one in flows.values()))
+    whole = {ends: int(one * scale) for ends, one in flows.items()}
     part = gcd(*whole.values())
-    count = int(hosts * entering * scale) // part
+    count = int(rate * scale) // part
     if count > MOST_TREES or count * torus.servers > MOST_TREE_EDGES:
         raise InfeasibleError(
             f"ports of different bandwidth must have a common part that needs at most {MOST_TREES} trees, of "
