@@ -29,7 +29,7 @@ from collectives.tables.template_part import (
     TemplatePart,
     first_ranks,
 )
-from collectives.tables.torus_rank_part import TorusTemplatePart
+from collectives.tables.torus_rank_part import TorusTemplatePart, TorusTreePart
 from collectives.tables.transfer_table import OneRankOnly, TransferTable
 from topoplan.errors import UsageError
 from topoplan.plans.deferred_plan import DeferredPlan
@@ -40,6 +40,10 @@ from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import ALIGNMENT
 from topoplan.plans.torus_exchange import TorusPaths
 from topoplan.plans.torus_templates import TorusTemplate
+from topoplan.plans.torus_trees import TorusTree
+
+AnyPart = TemplatePart | TorusTemplatePart | TorusTreePart
+"""The rows of a rank in the images of a template, by its kind."""
 
 MOST_TREES = 8_000_000
 """Trees up to which a rank's part is lowered, of one row or more for each tree."""
@@ -195,12 +199,14 @@ def rank_part(plan: PlanByKind, rank: int) -> RankPart:
             "fewer servers or larger leaves"
         )
     places = first_ranks(plan.cluster)
-    finders: list[TemplatePart | TorusTemplatePart] = []
+    finders: list[AnyPart] = []
     of_roles: dict[tuple[object, ...], RolePlaces] = {}
     for template in plan.templates:
         if isinstance(template, (KindPath, TorusPaths)):
             raise UsageError("an all_to_all by kind cannot be lowered for a rank; list it")
-        if isinstance(template, TorusTemplate):
+        if isinstance(template, TorusTree):
+            finders.append(TorusTreePart(plan, template, rank))
+        elif isinstance(template, TorusTemplate):
             finders.append(TorusTemplatePart(plan, template, rank))
         else:
             roles = (template.root, template.centre, template.entries, template.shifts, template.pod_entries)
@@ -323,12 +329,15 @@ def is_lowered_by_part(plan: Plan) -> bool:
     """
     return (
         isinstance(plan, DeferredPlan)
-        and all(isinstance(one, KindTemplate) and _is_reduced_first(one) for one in plan.by_kind.templates)
+        and all(
+            isinstance(one, (KindTemplate, TorusTree)) and _is_reduced_first(one)
+            for one in plan.by_kind.templates
+        )
         and plan.num_trees <= MOST_TREES
     )
 
 
-def _is_reduced_first(template: KindTemplate) -> bool:
+def _is_reduced_first(template: KindTemplate | TorusTree) -> bool:
     """Return whether the stages are a reduce, a broadcast, or a reduce and a broadcast at one root."""
     first = template.stages[0]
     return [one.op for one in template.stages] in (
@@ -339,7 +348,7 @@ def _is_reduced_first(template: KindTemplate) -> bool:
 
 
 def _shard_order(
-    plan: PlanByKind, finders: Sequence[TemplatePart | TorusTemplatePart]
+    plan: PlanByKind, finders: Sequence[AnyPart]
 ) -> tuple[list[NDArray[np.int32]], Numbers, int]:
     """Return the shards of the images of each template, where each shard ends, and the end of the last one.
 
@@ -348,7 +357,10 @@ def _shard_order(
     shares = [finder.template.share / finder.count for finder in finders]
     unit = lcm(*(share.denominator for share in shares))
     templates = [finder.template for finder in finders]
-    symmetric = all(isinstance(one, TorusTemplate) or one.shifts == 1 for one in templates)
+    symmetric = all(
+        isinstance(one, TorusTemplate) or (isinstance(one, KindTemplate) and one.shifts == 1)
+        for one in templates
+    )
     by_rotation = symmetric and plan.cluster.rotations() is not None
     classes = {share: number for number, share in enumerate(sorted(set(shares), reverse=True))}
     total = sum((share * one.count for share, one in zip(shares, finders, strict=True)), Fraction(0))

@@ -6,6 +6,8 @@ ahead. It sends on in the same direction if steps are left, and along all later 
 each server that is entered so, moved there.
 
 A rank has its own data before a stage unless it has added or received some in an earlier one.
+
+Trees of one root (`topoplan.plans.torus_trees`) have one image, and one edge into each host.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from topoplan.plans.kind_images import local_numbers
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import Edge, Stage
 from topoplan.plans.torus_templates import Arm, TorusTemplate
+from topoplan.plans.torus_trees import TorusTree, TorusTreeImages
 
 _NO_RANK = np.iinfo(np.int64).max
 
@@ -158,3 +161,37 @@ class TorusTemplatePart:
             else:
                 found |= self._rank(at, gpu) != image * self.each + self.local[stage.root]
         return found
+
+
+class TorusTreePart:
+    """Rows of one rank in a tree of one root of a torus of hosts."""
+
+    count = 1
+
+    def __init__(self, plan: PlanByKind, template: TorusTree, rank: int) -> None:
+        assert plan.root is not None, "a broadcast or reduce has a root"
+        self.template, self.rank, self.root, self.channels = template, rank, plan.root, plan.channels
+        self.images = TorusTreeImages(plan.cluster, plan.root, plan.sample, plan.fabric, template)
+
+    def owners(self, collective: str) -> Numbers:
+        """Return the rank by which the image is ordered."""
+        return np.array([self.root], dtype=np.int64)
+
+    def rows(self, shard: NDArray[np.int32], kinds: RowKinds) -> Iterator[EdgeRows]:
+        """Yield the row of each edge at the rank, given the shard of the tree."""
+        up = self.template.stages[0].op == "reduce"
+        own, above = self.images.edges_from(self.rank), self.images.edge_into(self.rank)
+        for edge in [*own, *([] if above is None else [above])]:
+            lowest = self.images.edges_from(edge.parent)[0].child
+            yield kinds.of_edge(
+                shard,
+                edge.parent if edge is above else edge.child,
+                stage=0,
+                channel=self.channels.index(edge.channel),
+                add=up,
+                is_child=edge is above,
+                parent_fresh=(edge.parent == self.rank or edge.child == lowest)
+                if up
+                else edge.parent == self.root,
+                child_fresh=not self.images.edges_from(edge.child),
+            )

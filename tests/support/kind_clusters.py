@@ -17,6 +17,7 @@ import topoplan
 from topoplan import ClusterByKind, InfeasibleError, PlanByKind, PlanError, Server, TopoplanError
 from topoplan.plans.verify import Verification
 from topoplan.plans.verify_by_kind import verify_by_kind
+from topoplan.reading.clusters import torus_by_kind
 
 MACHINES = ("v100x4", "dgx-1v", "nvlink-x4", "dgx-h100", "pcie-x8", "dgx-2", "mi250x")
 
@@ -117,6 +118,66 @@ def plan_of_torus(seed: int, *, most: int) -> PlanByKind | None:
 def exchange_of_torus(seed: int, *, most: int) -> PlanByKind | None:
     """Return the plan of an all_to_all on a torus; None if it cannot be planned by kind."""
     return _plan_of_torus(seed, "alltoall", most=most)
+
+
+def random_hosts(seed: int, *, most: int) -> ClusterByKind | None:
+    """Return a torus of hosts of one GPU whose ports are equal, differ by dimension, or differ by direction."""
+    rng = random.Random(f"hosts {seed}")
+    sides = [rng.choice([2, 2, 3, 4, 5, 6, 7]) for _ in range(rng.choice([1, 2, 2, 2, 3, 4]))]
+    cluster = torus_by_kind("torus:" + ",".join(map(str, sides)))
+    if cluster is None or cluster.size > most:
+        return None
+    kind, form = cluster.kinds[0], rng.choice(["equal", "dimensions", "directions"])
+    by_dimension = [rng.choice([1, 1, 2, 3, 4]) for _ in sides]
+    rates = [float(by_dimension[number // 2]) for number in range(2 * len(sides))]
+    if form == "equal":
+        rates = [12.5] * len(rates)
+    elif form == "directions":
+        rates = [float(rng.choice([1, 2])) for _ in rates]
+    # Port i ahead sends to port i back.
+    ports = tuple(
+        replace(port, out=rates[number], back=rates[number ^ 1]) for number, port in enumerate(kind.ports)
+    )
+    return replace(cluster, kinds=(replace(kind, ports=ports),))
+
+
+def broadcast_of_hosts(seed: int, *, most: int) -> PlanByKind | None:
+    """Return the plan of a broadcast or reduce on such a torus; None if it cannot be planned by kind."""
+    cluster, rng = random_hosts(seed, most=most), random.Random(seed)
+    if cluster is None:
+        return None
+    root = rng.randrange(cluster.size)
+    try:
+        return topoplan.plan_by_kind(cluster, rng.choice(["broadcast", "reduce"]), root=root)
+    except InfeasibleError:
+        return None
+
+
+def ends_in_list(plan: PlanByKind, ends: tuple[str, str]) -> tuple[str, str]:
+    """Return the ends of a link of the list for which that of the sample stands."""
+    if not plan.rooted_in_torus:
+        return ends
+    assert plan.root is not None
+    whole, small = plan.cluster.network.torus, plan.sample.cluster.network.torus
+    first, second = (small.coordinates(int(name[1:].partition(".")[0])) for name in ends)
+    apart = [one - two for one, two in zip(first, second, strict=True)]
+    step = [one if abs(one) < 2 else -one // abs(one) for one in apart]
+    # Host 1 stands for many: its neighbour is beside the first or the last of them.
+    at = [
+        (one if one < 2 else side - fewer + one) if one != 1 or not back else None
+        for one, back, side, fewer in zip(second, step, whole.sides, small.sides, strict=True)
+    ]
+    before = [
+        one if one < 2 else side - fewer + one
+        for one, side, fewer in zip(first, whole.sides, small.sides, strict=True)
+    ]
+    there = [
+        one - back if place is None else place for place, one, back in zip(at, before, step, strict=True)
+    ]
+    here = [place + back for place, back in zip(there, step, strict=True)]
+    root = whole.coordinates(plan.root)
+    src, dst = (whole.server([a + b for a, b in zip(one, root, strict=True)]) for one in (here, there))
+    return f"s{src}.gpu0", f"s{dst}.gpu0"
 
 
 def _plan_of_torus(seed: int, collective: str, *, most: int) -> PlanByKind | None:
@@ -256,7 +317,9 @@ def refused_of_changed(
             continue
         listed = topoplan.verify(read.listed())
         assert listed.exact_rate == report.exact_rate
-        assert report.loads == pytest.approx({ends: listed.loads[ends] for ends in report.loads})
+        assert report.loads == pytest.approx(
+            {ends: listed.loads[ends_in_list(read, ends)] for ends in report.loads}
+        )
         bound = proved(read, listed)
         assert bound is not None
         assert report.exact_bound is not None
@@ -319,6 +382,10 @@ def changed_file(rng: random.Random, value: dict[str, Any]) -> dict[str, Any]:
         elif kind == 7 and "sides" in value["cluster"]["network"]:
             sides = value["cluster"]["network"]["sides"]
             rng.shuffle(sides)
+        elif kind == 8 and "dimensions" in value["certificate"]:
+            dimensions = value["certificate"]["dimensions"]
+            sides = value["cluster"]["network"]["sides"]
+            dimensions[:] = rng.sample(range(-1, len(sides) + 1), rng.randint(0, len(sides)))
         elif kind == 8:
             rng.choice(value["certificate"]["lengths"])[2] = str(rng.randint(0, 9))
         elif kind == 9 and len(edge[0]) > 2:

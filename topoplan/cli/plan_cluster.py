@@ -43,7 +43,7 @@ from topoplan.machine.fabric import channel_words
 from topoplan.machine.hardware import with_capable
 from topoplan.machine.topology import IN_NETWORK, Topology
 from topoplan.plans.certificates.kind_lengths import IN_TORUS
-from topoplan.plans.plan import ALL_TO_ALL, check_collective
+from topoplan.plans.plan import ALL_TO_ALL, ROOTED, check_collective
 from topoplan.plans.plan_by_kind import AnyTemplate, PlanByKind
 from topoplan.plans.shards import bracket_notation
 from topoplan.solve.packing.kind_composition import plan_by_kind
@@ -70,10 +70,12 @@ def requested_cluster(options: argparse.Namespace, topology: Topology | None) ->
     listed = listed or options.channels not in CHANNELS_BY_KIND
     if topology is None and is_torus_name(options):
         # A torus of hosts is listed for all that is not planned by kind there.
-        listed = listed or check_collective(options.collective) not in IN_TORUS
+        listed = listed or check_collective(options.collective) not in (*IN_TORUS, *ROOTED)
         listed = listed or any(getattr(options, name) is not None for name in ("survive", *FAULT_OPTIONS))
     cluster = None if listed else read_large(options, topology)
-    if options.bound_only and cluster is not None and cluster.size <= MOST_LISTED_INSTEAD:
+    small = cluster is not None and cluster.size <= MOST_LISTED_INSTEAD
+    of_hosts = topology is None and is_torus_name(options) and check_collective(options.collective) in ROOTED
+    if small and (options.bound_only or of_hosts):
         cluster = None
     cluster = requested_in_network(options, cluster)
     if options.list is not None and cluster is None:
@@ -259,8 +261,7 @@ def _shape(plan: PlanByKind, template: AnyTemplate) -> tuple[object, ...]:
 
 def operation_words(plan: PlanByKind) -> str:
     """Return the collective of a plan with its root."""
-    root = plan.sample_root
-    return rooted_words(plan.collective, None if root is None else plan.fabric.ranks[root])
+    return rooted_words(plan.collective, None if plan.root is None else plan.cluster.gpu_name(plan.root))
 
 
 def template_rows(plan: PlanByKind) -> list[dict[str, object]]:
@@ -276,7 +277,11 @@ def template_row(plan: PlanByKind, template: AnyTemplate, *, longest: int | None
         "images": images.count,
         "share each": str(images.share_each),
         "GB/s": float(images.share_each) * plan.rate,
-        "root": plan.fabric.ranks[stage.root],
+        "root": (
+            plan.cluster.gpu_name(plan.root)
+            if plan.rooted_in_torus and plan.root is not None
+            else plan.fabric.ranks[stage.root]
+        ),
         "height": plan.template_height(template),
         "tree": bracket_notation(plan.fabric.ranks, stage, longest=longest),
     }
@@ -405,6 +410,11 @@ class ServerPart:
             raise UsageError(
                 "--list counts what GPUs send to each other, and switches that copy or add send less; leave it out, or "
                 "leave in-network reduction out"
+            )
+        if plan.rooted_in_torus:
+            raise UsageError(
+                f"--list of a {plan.collective} on a torus would differ from server to server; leave it out, or plan "
+                "with --listed"
             )
         self.cell = plan.cluster.place(self.server).cell
 

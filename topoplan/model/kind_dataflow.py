@@ -12,6 +12,7 @@ are those of the classes of links, and only the copies on a route are counted in
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,7 +27,7 @@ from topoplan.machine.cluster_by_kind import Cell, ClusterSample, ServerPlace
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Link
 from topoplan.model.closed_form import Pipeline, Timeline, check_late, pipeline, timeline
-from topoplan.model.dataflow import Dataflow, Hop, Indices, Starters, flow_of
+from topoplan.model.dataflow import Dataflow, Hop, Indices, Starters, dataflow, flow_of
 from topoplan.model.torus_dataflow import torus_dataflow, torus_diameter
 from topoplan.plans.kind_exchange import KindPath, placings
 from topoplan.plans.kind_images import local_numbers
@@ -43,8 +44,9 @@ from topoplan.plans.kind_templates import (
     represented,
     third_groups,
 )
-from topoplan.plans.plan_by_kind import AnyTemplate, PlanByKind
+from topoplan.plans.plan_by_kind import MOST_LISTED_GPUS, AnyTemplate, PlanByKind
 from topoplan.plans.shards import Shard, Stage
+from topoplan.plans.torus_trees import TorusTree
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class KindClock:
     """The closed-form times of a plan by kind, equal to those of `PlanByKind.listed`.
 
     Links of a `Timeline` are those of the sample, one for all of their class; its chunks are those of every template.
+    A torus with a root is listed, and its links are those of the list.
     ``late`` has the seconds by which ranks come after the others. All ranks of the same number on equivalent servers
     come as late: a chain of hops waits once for all of them.
 
@@ -67,8 +70,18 @@ class KindClock:
 
     @cached_property
     def schedule(self) -> Pipeline:
-        """The dataflow as arrays; UsageError for a late rank that does not exist."""
+        """The dataflow as arrays; UsageError for a late rank that does not exist, or a torus too large to be listed.
+
+        Hosts of a torus with a root differ, so their trees are listed.
+        """
         earliest = None
+        if self.plan.rooted_in_torus:
+            if self.plan.size > MOST_LISTED_GPUS:
+                raise UsageError(
+                    f"times of a {self.plan.collective} on a torus need the list of its hosts, at most "
+                    f"{MOST_LISTED_GPUS:,}, got {self.plan.size:,}; choose shorter sides"
+                )
+            return pipeline(dataflow(self.plan.listed()), late=self.late)
         if self.plan.cluster.network.kind == "torus":
             flow, starting, earliest = torus_dataflow(self.plan)
         else:
@@ -117,6 +130,10 @@ class KindClock:
         one chunk here; more chunks are more messages.
         """
         plan, flow = self.plan, self.schedule.flow
+        if plan.rooted_in_torus:
+            crossed = Counter(link for hop in flow.hops for link in hop.links)
+            queued = max((many * flow.hops[0].alpha, many) for many in crossed.values())
+            return queued[1], queued[0]
         home, links = plan.sample.servers_of(plan.fabric.ranks), plan.fabric.links
         classes, counts = plan.sample.link_classes(links)
         messages, seconds = [0] * len(counts), [0.0] * len(counts)
@@ -179,6 +196,7 @@ def _stands(plan: PlanByKind, template: AnyTemplate) -> dict[int, int]:
     """Return how many servers each server of the sample stands for in one image: one each in a path."""
     if isinstance(template, KindPath):
         return dict.fromkeys(range(len(plan.sample.places)), 1)
+    assert not isinstance(template, TorusTree), "a torus with a root is listed"
     return represented(plan.sample, template)
 
 

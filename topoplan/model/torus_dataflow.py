@@ -135,10 +135,11 @@ def torus_diameter(plan: PlanByKind) -> float:
     A way there crosses at least half a ring of cables in each dimension.
     """
     torus, fabric, sample = plan.cluster.network.torus, plan.fabric, plan.sample
+    sampled = sample.cluster.network.torus
     cheapest: dict[int, float] = {}
     for link, cost in zip(fabric.links, least_start_ups(fabric), strict=True):
         ends = [sample.numbers[sample.server_of(end)] for end in (link.src, link.dst)]
-        for dimension, steps in enumerate(torus.between(*ends)):
+        for dimension, steps in enumerate(sampled.between(*ends)):
             if steps:
                 cheapest[dimension] = min(cost, cheapest.get(dimension, cost))
     return math.fsum(side // 2 * cheapest[dimension] for dimension, side in enumerate(torus.sides))

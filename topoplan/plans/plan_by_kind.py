@@ -1,7 +1,7 @@
 """The plan of a cluster by kind: templates on a sample of the servers, and the rule of their images.
 
 Templates are trees (`topoplan.plans.kind_templates`), or paths of an all-to-all (`topoplan.plans.kind_exchange`; in a
-torus `topoplan.plans.torus_exchange`).
+torus `topoplan.plans.torus_exchange`). Trees of one root in a torus are those of `topoplan.plans.torus_trees`.
 
 The file, format ``topoplan.plan/2`` with ``cluster`` in place of ``topology``, grows with the kinds of servers, not
 with their number. `PlanByKind.listed` returns the same plan with all devices and trees, where they fit into memory.
@@ -15,10 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from math import lcm
+from math import lcm, prod
 from typing import cast
 
-from topoplan.errors import PlanError, UsageError
+from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind, ClusterSample
 from topoplan.machine.fabric import STAGED, Fabric
 from topoplan.plans.build import build_plan
@@ -42,10 +42,18 @@ from topoplan.plans.kind_cluster_object import cluster_from_object, cluster_obje
 from topoplan.plans.kind_exchange import KindPath, PathImages
 from topoplan.plans.kind_images import TemplateImages
 from topoplan.plans.kind_templates import ClassCrossings, KindTemplate, share_units, template_sample
-from topoplan.plans.plan import ALL_TO_ALL, PLAN_FORMAT_2, Plan, collective_name, read_channels
+from topoplan.plans.loads import edge_links
+from topoplan.plans.plan import ALL_TO_ALL, PLAN_FORMAT_2, ROOTED, Plan, collective_name, read_channels
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage, path_ends
 from topoplan.plans.torus_exchange import TorusPathImages, TorusPaths
 from topoplan.plans.torus_templates import TorusImages, TorusTemplate, arms_from_object, arms_object
+from topoplan.plans.torus_trees import (
+    TorusTree,
+    TorusTreeImages,
+    line_rate,
+    port_rates,
+    rooted_sample,
+)
 from topoplan.units import bus_factor, counted, labelled, nearest_float, rate_words
 
 BY_KIND = "by-kind"
@@ -54,7 +62,7 @@ BY_KIND = "by-kind"
 MOST_LISTED_EDGES = 4_000_000
 """Edges of trees or paths up to which a plan by kind is listed: some gigabytes."""
 
-AnyTemplate = KindTemplate | KindPath | TorusTemplate
+AnyTemplate = KindTemplate | KindPath | TorusTemplate | TorusTree
 """A template of trees, in a torus or another network, or a path."""
 
 Templates = tuple[AnyTemplate, ...]
@@ -78,8 +86,9 @@ ClassLength = tuple[str, str, Fraction]
 class PlanByKind:
     """A plan of a cluster by kind.
 
-    ``root`` is a GPU number of the cluster, whose server is a kind of its own. ``templates`` and ``lengths`` name the
-    sample's devices. ``rate`` and ``bound`` are in GB/s of algorithm bandwidth.
+    ``root`` is a GPU number of the cluster, whose server is a kind of its own but in a torus. ``templates`` and
+    ``lengths`` name the sample's devices. ``rate`` and ``bound`` are in GB/s of algorithm bandwidth. ``line`` are the
+    dimensions of the line of a torus whose cut proves the bound of a broadcast or reduce, in place of lengths.
     """
 
     collective: str
@@ -92,6 +101,7 @@ class PlanByKind:
     bound: float
     notes: tuple[str, ...] = ()
     planning_seconds: float | None = None
+    line: tuple[int, ...] | None = None
 
     def with_templates(self, templates: Templates) -> PlanByKind:
         """Return the plan with these templates, its rate recomputed from them, and its bound from the lengths."""
@@ -112,7 +122,12 @@ class PlanByKind:
 
     @cached_property
     def sample(self) -> ClusterSample:
-        """The servers on which the templates stand."""
+        """The servers on which the templates stand; PlanError if a torus is not planned by kind."""
+        if self.rooted_in_torus:
+            try:
+                return rooted_sample(self.cluster)
+            except InfeasibleError as error:
+                raise PlanError(str(error)) from None
         return template_sample(self.cluster, rooted=self.root is not None)
 
     @cached_property
@@ -124,6 +139,11 @@ class PlanByKind:
     def _classes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The class of each link of the sample, and how many links of each class the cluster has."""
         return self.sample.link_classes(self.fabric.links)
+
+    @property
+    def rooted_in_torus(self) -> bool:
+        """Whether the templates are those of `topoplan.plans.torus_trees`: of a broadcast or reduce in a torus."""
+        return self.cluster.network.kind == "torus" and self.collective in ROOTED
 
     @property
     def size(self) -> int:
@@ -140,6 +160,8 @@ class PlanByKind:
         """The root as a rank of the sample."""
         if self.root is None:
             return None
+        if self.rooted_in_torus:
+            return 0
         server, gpu = self.cluster.server_of(self.root)
         names = [name for name in self.fabric.ranks if name.startswith(f"s{server}.")]
         if len(names) <= gpu:
@@ -170,16 +192,30 @@ class PlanByKind:
         """Return the edges on the longest root-to-leaf path of an image of a template."""
         if isinstance(template, TorusTemplate):
             return TorusImages(self.sample, self.fabric, template).height
+        if isinstance(template, TorusTree):
+            return self._tree_images(template).height
         return max(stage.height for stage in template.stages)
 
     def link_loads(self) -> list[Fraction]:
         """Return the bytes that cross each link of the sample, in the whole cluster, for each byte of the buffer."""
+        if self.rooted_in_torus:
+            return self._tree_loads()
         classes, counts = self._classes
         totals = [Fraction(0)] * len(counts)
         for row, load in self._loads(classes):
             totals[row] += load
         each = [total / count for total, count in zip(totals, counts, strict=True)]
         return [each[row] for row in classes]
+
+    def _tree_loads(self) -> list[Fraction]:
+        """Return what crosses each link of the sample of a torus with a root, and each link for which it stands."""
+        found = [Fraction(0)] * len(self.fabric.links)
+        for template in self.templates:
+            for stage in template.stages:
+                for edge in stage.edges:
+                    for link in edge_links(edge, stage.op, self.fabric):
+                        found[link] += template.share
+        return found
 
     def exact_rate(self) -> Fraction:
         """Return the rate in GB/s at which the first class of links is full; PlanError if no template crosses one."""
@@ -191,7 +227,7 @@ class PlanByKind:
 
     def _loads(self, classes: Sequence[int]) -> Iterator[tuple[int, Fraction]]:
         """Yield loads of links by their classes, all links of a class together: bytes for each byte of the buffer."""
-        trees = [template for template in self.templates if not isinstance(template, KindPath)]
+        trees = [one for one in self.templates if not isinstance(one, (KindPath, TorusTree))]
         unit, shares = share_units(trees)
         crossings = ClassCrossings(self.sample, self.fabric, classes)
         totals: dict[int, int] = {}
@@ -204,7 +240,9 @@ class PlanByKind:
                 yield from PathImages(self.sample, self.fabric, path).loads(classes).items()
 
     def exact_bound(self) -> Fraction:
-        """Return the bound in GB/s that the lengths prove; PlanError if they prove nothing."""
+        """Return the bound in GB/s that the lengths, or the line, prove; PlanError if they prove nothing."""
+        if self.rooted_in_torus:
+            return line_rate(self.cluster.network.torus.sides, port_rates(self.cluster), self._checked_line)
         classes, counts = self._classes
         number = self.fabric.link_index
         of_class: dict[int, Fraction] = {}
@@ -228,8 +266,25 @@ class PlanByKind:
             raise PlanError("the lengths prove nothing: a forest may have length 0")
         return total / forest
 
+    @property
+    def _checked_line(self) -> tuple[int, ...]:
+        """The line that proves the bound; PlanError if it does not exist."""
+        line, many = self.line, len(self.cluster.network.torus.sides)
+        if line is None or list(line) != sorted(set(line)) or len(line) >= many or set(line) - {*range(many)}:
+            raise PlanError(
+                f"the certificate's dimensions must be some of 0 to {many - 1}, ascending and not all, got {line}"
+            )
+        return line
+
     def explain_bound(self) -> str:
         """Return one sentence on the bottleneck: the classes of links with a length, and how many links they have."""
+        if self.rooted_in_torus:
+            sides, given = self.cluster.network.torus.sides, self.cluster.network.dimension_nics
+            hosts = prod(sides[one] for one in self._checked_line)
+            verb = "enter" if self.collective == "broadcast" else "leave"
+            each = given or [self.cluster.nics // (2 * len(sides))] * len(sides)
+            links = 2 * hosts * sum(many for one, many in enumerate(each) if one not in self._checked_line)
+            return f"the bottleneck is {links:,} ports that {verb} {counted(hosts, 'host')}"
         classes, counts = self._classes
         parts: dict[tuple[str, str], int] = {}
         for src, dst, _ in self.lengths:
@@ -294,9 +349,24 @@ class PlanByKind:
     def _listed_certificate(self, fabric: Fabric) -> OneFabric:
         """Return the lengths of all links, or what proves the lowest bound for switches that copy and add.
 
+        With a root in a torus it is the cut of the line from the host behind the root in another dimension.
+
         Lengths may prove nothing there, as they leave cheaper trees through switches out, and the kind steiner has its
         limit. Then the cut of a GPU, a server or a leaf proves a bound, which may be above that of the plan by kind.
         """
+        if self.rooted_in_torus:
+            assert self.root is not None, "a broadcast or reduce has a root"
+            torus, line = self.cluster.network.torus, self._checked_line
+            free = next(one for one in range(len(torus.sides)) if one not in line)
+            home = [*torus.coordinates(self.root)]
+            home[free] = (home[free] + 1) % torus.sides[free]
+            outside = (
+                name
+                for name in fabric.nodes
+                for at in (torus.coordinates(int(name.partition(".")[0][1:])),)
+                if any(at[one] != home[one] for one in range(len(home)) if one not in line)
+            )
+            return Cut(tuple(outside))
         lengths = self._listed_lengths(fabric)
         if not fabric.in_network or self.collective == ALL_TO_ALL:
             return lengths
@@ -368,7 +438,9 @@ class PlanByKind:
             "channels": list(self.channels),
             "rate": finite(self.rate),
             "bound": finite(self.bound),
-            "certificate": class_lengths_object(self.lengths),
+            "certificate": class_lengths_object(self.lengths)
+            if self.line is None
+            else line_object(self.line),
             "method": BY_KIND,
             "seconds": None,
             "trees": self.num_trees,
@@ -390,6 +462,8 @@ class PlanByKind:
         stages = [
             {"op": stage.op, "root": ranks[stage.root], "edges": edges(stage)} for stage in template.stages
         ]
+        if isinstance(template, TorusTree):
+            return {"share": str(template.share), "stages": stages}
         if isinstance(template, TorusTemplate):
             return {"share": str(template.share), "arms": arms_object(template.arms), "stages": stages}
         return {
@@ -418,13 +492,16 @@ class PlanByKind:
         check_known(value, f"{known} {derived}".split(), "the plan")
         cluster = cluster or cluster_from_object(value.get("cluster"))
         root = value.get("root")
+        collective = read_text(value.get("collective"), "collective")
+        of_line = cluster.network.kind == "torus" and collective in ROOTED
         made = cls(
-            collective=read_text(value.get("collective"), "collective"),
+            collective=collective,
             cluster=cluster,
             root=None if root is None else read_whole(root, "root"),
             channels=read_channels(value),
             templates=(),
-            lengths=class_lengths_from_object(value.get("certificate")),
+            lengths=() if of_line else class_lengths_from_object(value.get("certificate")),
+            line=line_from_object(value.get("certificate")) if of_line else None,
             rate=read_number(value.get("rate"), "rate"),
             bound=read_number(value.get("bound"), "bound"),
             notes=read_texts(value.get("notes", []), "notes"),
@@ -469,11 +546,13 @@ class PlanByKind:
         stage = Stage("broadcast", edges[0].parent, edges)
         return KindPath(read_fraction(value.get("share"), f"{where}: share"), (stage,))
 
-    def _read_template(self, item: object, where: str) -> KindTemplate | TorusTemplate:
+    def _read_template(self, item: object, where: str) -> KindTemplate | TorusTemplate | TorusTree:
         value = read_object(item, where)
         network = self.cluster.network
-        placed = ("root", "centre", "entries", "pod_entries", "shifts")
-        check_known(value, ("share", *(("arms",) if network.kind == "torus" else placed), "stages"), where)
+        placed: tuple[str, ...] = ("root", "centre", "entries", "pod_entries", "shifts")
+        if network.kind == "torus":
+            placed = () if self.rooted_in_torus else ("arms",)
+        check_known(value, ("share", *placed, "stages"), where)
         servers = {f"s{number}": place for place, number in enumerate(self.sample.numbers)}
 
         def server(name: object, key: str) -> int:
@@ -495,6 +574,8 @@ class PlanByKind:
             stages.append(Stage(read_text(stage.get("op"), f"{where}: op"), root, edges))
         if not stages:
             raise PlanError(f"{where} has no stage")
+        if self.rooted_in_torus:
+            return TorusTree(read_fraction(value.get("share"), f"{where}: share"), tuple(stages))
         if network.kind == "torus":
             arms = arms_from_object(value.get("arms"), network.torus, where)
             of = TorusPaths if self.collective == ALL_TO_ALL else TorusTemplate
@@ -529,8 +610,15 @@ class PlanByKind:
     def __str__(self) -> str:
         return self.summary()
 
-    def images(self, template: AnyTemplate) -> TemplateImages | PathImages | TorusImages:
+    def _tree_images(self, template: TorusTree) -> TorusTreeImages:
+        if self.root is None:
+            raise PlanError(f"{self.collective} must have a root, got None")
+        return TorusTreeImages(self.cluster, self.root, self.sample, self.fabric, template)
+
+    def images(self, template: AnyTemplate) -> TemplateImages | PathImages | TorusImages | TorusTreeImages:
         """Return the trees or paths that follow from a template, as shards of the whole cluster made on request."""
+        if isinstance(template, TorusTree):
+            return self._tree_images(template)
         if isinstance(template, TorusPaths):
             return TorusPathImages(self.sample, self.fabric, template)
         if isinstance(template, TorusTemplate):
@@ -563,6 +651,21 @@ def _kind_words(fabric: Fabric, name: str) -> str:
         device.kind,
         "leaf" if name.startswith("leaf") else "pod" if name.startswith("pod") else name.rstrip("0123456789"),
     )
+
+
+def line_object(line: Sequence[int]) -> dict[str, object]:
+    """Return the JSON object of the certificate of a broadcast or reduce in a torus."""
+    return {"kind": "torus-line", "dimensions": list(line)}
+
+
+def line_from_object(item: object) -> tuple[int, ...]:
+    """Read such an object; PlanError for another kind of certificate, or a wrong key."""
+    certificate = read_object(item, "certificate")
+    if certificate.get("kind") != "torus-line":
+        raise PlanError("certificate: kind of a broadcast or reduce in a torus by kind must be torus-line")
+    check_known(certificate, ("kind", "dimensions"), "certificate")
+    rows = read_list(certificate.get("dimensions"), "certificate: dimensions")
+    return tuple(read_whole(one, "certificate: dimensions") for one in rows)
 
 
 def class_lengths_object(lengths: Sequence[ClassLength]) -> dict[str, object]:

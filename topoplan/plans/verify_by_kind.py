@@ -13,7 +13,8 @@ root, so that all links between two classes carry the same.
 The templates of a torus are moved to every server. Its images are trees over all ranks if their arms reach every server
 once, and each server of the sample has its data from itself or from server 0.
 
-Those of an all-to-all in a torus have paths along such trees. An edge carries the blocks of all ranks beyond it.
+Those of an all-to-all in a torus have paths along such trees. An edge carries the blocks of all ranks beyond it. Trees
+of one root in a torus are verified by `topoplan.plans.verify_torus_trees`.
 
 Elsewhere the templates of an all-to-all are paths, whose images are orbits (`topoplan.plans.kind_exchange`). The edges
 must be a path, and the paths of every commodity must add up to a block.
@@ -39,7 +40,9 @@ from topoplan.plans.plan_by_kind import NOT_BY_KIND, PlanByKind
 from topoplan.plans.shards import Edge, Stage
 from topoplan.plans.torus_exchange import TorusPaths
 from topoplan.plans.torus_templates import TorusTemplate
+from topoplan.plans.torus_trees import TorusTree
 from topoplan.plans.verify import Verification, check_claim
+from topoplan.plans.verify_torus_trees import verify_torus_trees
 from topoplan.units import nearest_float, shown
 
 Leaf = tuple[int, int]
@@ -56,6 +59,8 @@ def verify_by_kind(plan: PlanByKind) -> Verification:
 
 def verify_with_loads(plan: PlanByKind) -> tuple[Verification, list[Fraction]]:
     """Return the report of `verify_by_kind`, and the exact load of each link of the sample."""
+    if plan.rooted_in_torus:
+        return verify_torus_trees(plan)
     _check_header(plan)
     if plan.collective == ALL_TO_ALL and plan.cluster.network.kind != "torus":
         _check_blocks(plan)
@@ -80,6 +85,7 @@ def verify_with_loads(plan: PlanByKind) -> tuple[Verification, list[Fraction]]:
                         crossed[classes[place]] += template.share * pairs
                 continue
             blocks: Counter[Edge] | None = None
+            assert not isinstance(template, TorusTree), "the header is checked first"
             groups = (
                 None
                 if isinstance(template, TorusTemplate)
@@ -205,6 +211,8 @@ def _check_header(plan: PlanByKind) -> None:
         raise PlanError(f"the ranks are not connected over {', '.join(plan.channels)}")
     order = stage_order(plan.collective)
     for number, template in enumerate(plan.templates):
+        if isinstance(template, TorusTree):
+            raise PlanError(f"template {number} must be of a root in a torus, or have another form")
         if isinstance(template, TorusTemplate) != (plan.cluster.network.kind == "torus"):
             raise PlanError(f"template {number} must have arms in a torus, and nowhere else")
         if isinstance(template, (KindPath, TorusPaths)) != (plan.collective == ALL_TO_ALL):

@@ -11,10 +11,12 @@ import pytest
 from numpy.typing import NDArray
 
 import topoplan
+from collectives import Communicator
 from collectives.backends.tcp.chunk_order import rank_order
 from collectives.tables.lowering import PlanKey, lower, shard_transfers
 from collectives.tables.rank_part import aligned_ends, is_lowered_by_part, lower_part, rank_part
 from tests.support.kind_clusters import (
+    broadcast_of_hosts,
     plan_in_network,
     plan_of_groups,
     plan_of_three_levels,
@@ -382,3 +384,37 @@ def test_more_trees_than_fit_are_refused() -> None:
     )
     with pytest.raises(UsageError, match="at most 8,000,000 trees fit"):
         rank_part(plan_by_kind(cluster, "broadcast"), 0)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(24))
+def test_parts_of_a_root_in_a_torus_are_rows_and_order_of_the_listed_form(seed: int) -> None:
+    plan = broadcast_of_hosts(seed, most=60)
+    if plan is not None:
+        assert same_rows(plan, range(plan.size), 2000 * plan.size, 480 * plan.size) > 0
+        assert same_order(plan, 2000 * plan.size, 480 * plan.size) > 0
+
+
+def test_a_rank_of_40000_hosts_receives_each_element_of_a_broadcast_once() -> None:
+    cluster = load_cluster_by_kind("torus:200,200")
+    assert cluster is not None
+    part = rank_part(plan_by_kind(cluster, "broadcast", root=777), 31_234)
+    columns = part.rows(100_000, chunk_elements=1600)
+    arrives = columns["destination"] == 31_234
+    spans = sorted(zip(columns["start"][arrives].tolist(), columns["stop"][arrives].tolist(), strict=True))
+    assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
+    assert spans[-1][1] == 100_000
+
+
+@pytest.mark.parametrize("collective", ["broadcast", "reduce"])
+def test_a_communicator_runs_a_plan_of_a_root_in_a_torus(collective: str) -> None:
+    cluster = load_cluster_by_kind("torus:5,2,3")
+    assert cluster is not None
+    arrays = [np.arange(1000, dtype=np.float64) + rank for rank in range(30)]
+    with Communicator(plan_by_kind(cluster, collective, root=17), backend="loopback") as comm:
+        found = comm.broadcast(arrays) if collective == "broadcast" else comm.reduce(arrays)
+    if collective == "broadcast":
+        assert all(np.array_equal(one, arrays[17]) for one in found)
+    else:
+        assert [rank for rank, one in enumerate(found) if one is not None] == [17]
+        assert np.array_equal(found[17], sum(arrays))

@@ -170,3 +170,24 @@ def test_sides_that_are_too_long_to_be_timed_are_refused() -> None:
     many = replace(plan, templates=plan.templates * 12)
     with pytest.raises(UsageError, match="must have at most 400,000 hops along its sides, got"):
         KindClock(many).time(1)
+
+
+@pytest.mark.parametrize(("name", "height"), [("torus:300", 299), ("torus:16,9", 24)])
+@pytest.mark.parametrize("collective", ["broadcast", "reduce"])
+def test_times_of_a_root_have_a_start_up_for_each_edge_of_the_highest_tree(
+    name: str, height: int, collective: str
+) -> None:
+    """Each tree has a cable of its own, and all ports are full at large sizes."""
+    found = load_cluster_by_kind(name)
+    assert found is not None
+    plan = plan_by_kind(found, collective, root=5)
+    kind = KindClock(plan)
+    assert plan.height == height
+    assert kind.start_ups == pytest.approx(LAUNCH + height * START_UP["network"], rel=1e-12)
+    assert kind.nic_start_ups == (1, pytest.approx(START_UP["network"], rel=1e-12))
+    sides = found.network.torus.sides
+    assert kind.diameter == pytest.approx(sum(side // 2 for side in sides) * START_UP["network"], rel=1e-12)
+    size = 10**11
+    assert kind.time(size).bandwidth_seconds == pytest.approx(size / plan.rate / 1e9, rel=1e-9)
+    late = KindClock(plan, {5: 1e-3}).time(0).seconds
+    assert kind.time(0).seconds < late <= kind.time(0).seconds + 1.001e-3

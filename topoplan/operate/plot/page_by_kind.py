@@ -31,7 +31,7 @@ from topoplan.operate.plot.markup import (
 )
 from topoplan.operate.plot.page import page_document
 from topoplan.plans.plan import ALL_TO_ALL, check_collective, collective_name
-from topoplan.plans.plan_by_kind import PlanByKind
+from topoplan.plans.plan_by_kind import PlanByKind, line_object
 from topoplan.plans.shards import bracket_notation
 from topoplan.plans.verify_by_kind import verify_by_kind
 from topoplan.schedules.nccl_tuning import NcclExpectation, expectations, nccl_peaks, setting_by_kind
@@ -273,8 +273,9 @@ def _plan_section(plan: PlanByKind) -> PageSection:
             caption=f"Templates of {noun}; a server of the sample stands for all others of its kind",
         )
     )
-    lengths = json.dumps([[src, dst, str(value)] for src, dst, value in plan.lengths], indent=1)
-    parts.append(folded("the certificate of the bound", element("pre", lengths, class_="small")))
+    lengths: object = [[src, dst, str(value)] for src, dst, value in plan.lengths]
+    proof = json.dumps(lengths if plan.line is None else line_object(plan.line), indent=1)
+    parts.append(folded("the certificate of the bound", element("pre", proof, class_="small")))
     parts.append(element("p", f"Digest of the plan: {plan.digest}", class_="small"))
     return PageSection("plan", "The plan and its proof", joined(parts))
 

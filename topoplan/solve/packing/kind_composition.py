@@ -33,6 +33,7 @@ from topoplan.solve.packing.kind_stars import KindStars, Star, StarCosts
 from topoplan.solve.packing.kind_switches import NetworkStars, Path, SwitchedStar, SwitchedTrees
 from topoplan.solve.packing.packing_program import rounded_lengths
 from topoplan.solve.packing.torus_all_to_all import TorusExchange
+from topoplan.solve.packing.torus_broadcast import plan_rooted_torus
 from topoplan.solve.packing.torus_packing import TorusPacking, check_torus
 
 MANY_TREES = Fraction(9, 8)
@@ -279,7 +280,8 @@ def plan_by_kind(
     InfeasibleError
         Links do not connect the GPUs; devices add, copy or forward data of other servers. For trees also: links inside
         a server do not connect its GPUs, or a server reaches another only through a third, but in a torus. A torus has
-        servers that differ, or the collective is broadcast or reduce. Plan the listed cluster instead.
+        servers that differ, or for a broadcast or reduce other servers than hosts of one GPU with ports of their own.
+        Plan the listed cluster instead.
 
     See Also
     --------
@@ -302,6 +304,8 @@ def plan_by_kind(
         raise UsageError(f"root {root} must be a rank from 0 to {cluster.size - 1}; name another")
     root = root_rank(range(cluster.size), collective, root)
     if cluster.network.kind == "torus":
+        if root is not None:
+            return plan_rooted_torus(cluster, collective, root=root, channels=channels, progress=progress)
         check_torus(cluster, collective)
     where = None
     if root is not None:

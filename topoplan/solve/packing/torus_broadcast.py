@@ -1,0 +1,130 @@
+"""Pack a broadcast or reduce on a torus of hosts by kind, with disjoint trees on a small torus.
+
+With equal ports in d dimensions, 2 d disjoint trees have a closed form, one for each dimension j and direction. Let Z
+be the dimensions in which a host is not at the root's coordinate. The tree enters it in dimension j if j is not in Z,
+and else in the next dimension of Z behind j, cyclically, always in the tree's direction. This maps the dimensions j one
+to one to dimensions, so each link carries one tree at most. Walking back in dimension j puts j into Z, or takes the
+next one behind j out of Z until j alone is left, so every walk ends at the root.
+
+With other ports the trees are those of `topoplan.solve.packing.disjoint_arborescences` on the sample
+(`topoplan.plans.torus_trees`), whose smallest cut is that of the whole torus. A tree takes a common part of the ports.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from math import gcd, lcm
+
+from topoplan.errors import InfeasibleError
+from topoplan.machine.cluster_by_kind import ClusterByKind
+from topoplan.machine.fabric import Fabric, usable_fabric
+from topoplan.machine.torus import Direction, Torus
+from topoplan.plans.build import stage_order
+from topoplan.plans.plan_by_kind import PlanByKind
+from topoplan.plans.shards import Edge, Stage
+from topoplan.plans.torus_trees import TorusTree, line_rate, narrowest_line, port_rates, rooted_sample
+from topoplan.solve.packing.disjoint_arborescences import disjoint_arborescences
+
+MOST_TREES = 64
+"""Disjoint trees up to which ports of different bandwidth are packed."""
+
+MOST_TREE_EDGES = 2048
+"""Edges of all trees together up to which they are: some seconds."""
+
+
+def plan_rooted_torus(
+    cluster: ClusterByKind,
+    collective: str,
+    *,
+    root: int,
+    channels: str,
+    progress: Callable[[str], None] | None,
+) -> PlanByKind:
+    """Return the plan of a broadcast or reduce on a torus of hosts, whose rate is the proved bound.
+
+    Arguments are those of `topoplan.plan_by_kind`. InfeasibleError unless the servers are hosts of one GPU with ports
+    in every dimension, or if ports of different bandwidth need too many trees.
+    """
+    started = time.perf_counter()
+    sample = rooted_sample(cluster)
+    fabric = usable_fabric(sample.topology.settled(), channels=channels, collective=collective, root=0)
+    torus = sample.cluster.network.torus
+    (op,) = stage_order(collective)
+    flows = {
+        ends if op == "broadcast" else ends[::-1]: rate
+        for ends, rate in zip(fabric.ends, fabric.capacity, strict=True)
+    }
+    ports = {
+        torus.between(*ends): rate / (2 if _side(torus, ends) == 2 else 1) for ends, rate in flows.items()
+    }
+    if progress is not None:
+        progress(f"packing trees on {torus.servers:,} hosts")
+    parents = (
+        [_closed(torus, one) for one in torus.directions]
+        if len(set(ports.values())) == 1 and len(ports) == len({*map(torus.offset, torus.directions)})
+        else _packed(cluster, torus, flows)
+    )
+    templates = tuple(
+        TorusTree(Fraction(many, len(parents)), (_stage(fabric, op, tree),))
+        for tree, many in sorted(Counter(map(tuple, parents)).items())
+    )
+    line = narrowest_line(cluster.network.torus.sides, port_rates(cluster))
+    bare = PlanByKind(collective, cluster, root, fabric.channels, (), (), 0.0, 0.0, line=line)
+    bare.__dict__.update(sample=sample, fabric=fabric)
+    return bare.with_templates(templates).timed(time.perf_counter() - started)
+
+
+def _side(torus: Torus, ends: tuple[int, int]) -> int:
+    """Return the side of the dimension in which two neighbours differ."""
+    return next(side for side, ahead in zip(torus.sides, torus.between(*ends), strict=True) if ahead)
+
+
+def _closed(torus: Torus, tree: Direction) -> list[int]:
+    """Return the parent of each host in the tree of a dimension and direction, -1 for the root."""
+    parents, many = [-1], len(torus.sides)
+    for host in range(1, torus.servers):
+        at = torus.coordinates(host)
+        # The dimensions behind that of the tree, and it as the last one.
+        behind = [(tree.dimension + 1 + one) % many for one in range(many)]
+        entered = tree.dimension
+        if at[entered]:
+            entered = next(one for one in behind if at[one])
+        parents.append(torus.moved(host, torus.offset(Direction(entered, -tree.step))))
+    return parents
+
+
+def _packed(cluster: ClusterByKind, torus: Torus, flows: dict[tuple[int, int], Fraction]) -> list[list[int]]:
+    """Return the parents of trees that take equal parts of links of different bandwidth."""
+    rates = port_rates(cluster)
+    rate = line_rate(torus.sides, rates, narrowest_line(torus.sides, rates))
+    scale = lcm(*(one.denominator for one in flows.values()))
+    whole = {ends: int(one * scale) for ends, one in flows.items()}
+    part = gcd(*whole.values())
+    count = int(rate * scale) // part
+    if count > MOST_TREES or count * torus.servers > MOST_TREE_EDGES:
+        raise InfeasibleError(
+            f"ports of different bandwidth must have a common part that needs at most {MOST_TREES} trees, of "
+            f"{MOST_TREE_EDGES:,} edges on the sample, got {count:,} trees of {torus.servers - 1:,}; plan the listed "
+            "cluster instead"
+        )
+    found = disjoint_arborescences(
+        torus.servers, {ends: one // part for ends, one in whole.items()}, 0, count
+    )
+    assert found is not None, "lines are the smallest cuts of a torus"
+    return found
+
+
+def _stage(fabric: Fabric, op: str, parents: Sequence[int]) -> Stage:
+    """Return the tree of the parents of all ranks, each edge on the link between its ends."""
+    edges = []
+    for child, parent in enumerate(parents):
+        if parent >= 0:
+            ends = (parent, child) if op == "broadcast" else (child, parent)
+            arc = fabric.arc((fabric.link_between[ends],))
+            route = arc.route if op == "broadcast" else arc.route[::-1]
+            edges.append(Edge(parent, child, route, arc.channel))
+    made = Stage(op, 0, tuple(edges))
+    return Stage(op, 0, made.top_down())
