@@ -589,7 +589,8 @@ class Topology:
         """Return the machine as a plan states it, without ``capable`` of its switches."""
         if not any(device.capable for device in self.devices):
             return self
-        return replace(self, devices=tuple(replace(device, capable=()) for device in self.devices))
+        stated = (replace(each, capable=()) if each.capable else each for each in self.devices)
+        return replace(self, devices=tuple(stated))
 
     def to_object(self) -> dict[str, object]:
         """Return the JSON object of the machine, keys in the format's order, defaults left out."""

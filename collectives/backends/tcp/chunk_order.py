@@ -9,8 +9,8 @@ that place. Only the other streams are *held*: their chunks may have to wait at 
 
 `footprint`: a rank buffers arrivals that cannot be joined yet in windows of a few chunks per stream, and partial
 sums if it gets no result: two chunks per joining stream and one for every level that it waits, at most fan-in x
-(depth + 2), partial sums apart. The tcp back end lets `FLIGHT_BYTES` of each such stream be under way if that is
-more, or long links would idle.
+(depth + 2), partial sums apart. The tcp back end lets up to `FLIGHT_BYTES` of each such stream be under way if that
+is more, or long links would idle (`compiled_exchange.OPENING_BYTES` at first).
 """
 
 from __future__ import annotations

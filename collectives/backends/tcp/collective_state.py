@@ -113,6 +113,8 @@ class TcpProgram:
         flight = -(-flight_bytes // (longest * call.itemsize))
         held = order.held[sorting]
         window = np.where(held, np.minimum(np.maximum(order.window[sorting], flight), chunks), 0)
+        opening = np.maximum(-(-machine.OPENING_BYTES // (longest * call.itemsize)), 2)
+        opening = np.minimum(np.maximum(order.window[sorting], opening), window)
         # Partial sums of a shard are placed at its first stream that has slots.
         slotted = np.flatnonzero(order.slots[sorting] * arrives)
         slots = np.minimum(order.slots[sorting][slotted], chunks[slotted])
@@ -140,7 +142,7 @@ class TcpProgram:
         streams["own"] = np.where(arrives, table.destination_fresh[rows], table.source_fresh[rows])
         written = order.written[sorting]
         streams["written"] = np.where(written >= 0, here[written], -1)
-        streams["window"] = window
+        streams["window"], streams["opening"] = window, opening
         after = here[order.befores[:, 0]]
         sorted_befores = np.argsort(after, kind="stable")
         counts = np.bincount(after, minlength=len(rows))
@@ -194,6 +196,9 @@ class TcpCollective:
         self._chunks = int(program.streams["chunks"].sum())
         self._link_rows = program.link_rows.copy()
         self._progress = np.zeros(len(program.streams), machine.PROGRESS)
+        self._progress["limit"] = program.streams["opening"]
+        fields = machine.PROGRESS.itemsize // 8
+        self._of_call = self._progress.view(np.int64).reshape(-1, fields)[:, : fields - 1]
         self._kept = np.zeros(program.keeps, dtype=np.int64)
         self._all_free = np.arange(program.buffers, dtype=np.int64)
         self._free = self._all_free.copy()
@@ -208,9 +213,9 @@ class TcpCollective:
         self.end()
 
     def reset(self) -> None:
-        """Return to the state before `begin`."""
+        """Return to the state before `begin`; limits of streams stay."""
         self._link_rows[:] = self.program.link_rows
-        self._progress[:] = 0
+        self._of_call[:] = 0
         self._free[:] = self._all_free
 
     def end(self) -> None:

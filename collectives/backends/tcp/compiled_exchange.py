@@ -44,6 +44,12 @@ CALL_NANOSECONDS = 20_000_000
 YIELDING, EATEN, RESPITE, LONGEST_RESPITE = 200_000, 500_000, 32, 320_000_000
 """See `collectives.backends.shared.compiled_program`."""
 
+OPENING_BYTES = 256 << 10
+"""Bytes of a held stream that may be under way before its link is known to be long."""
+
+PROMPT = 1_000_000
+"""Nanoseconds beyond two round trips after which a credit is late: its chunk waited in a queue, or for its join."""
+
 LINGERING = 50_000
 """Nanoseconds for which a rank yields its processor before it sleeps while chunks move."""
 
@@ -86,6 +92,7 @@ STREAM = np.dtype(
         "slot",  # elements of a partial sum
         "written",  # stream that must have been joined here before a chunk is sent, or -1
         "window",  # chunks that may be under way, or 0 for all
+        "opening",  # of them, as many as may be under way at first
         "first_before",  # rows of `befores` that must precede a join
         "last_before",
         "kept",  # first place of the ring of arrived buffers
@@ -98,8 +105,18 @@ STREAM = np.dtype(
 BEFORE = np.dtype(words("stream", "lag"))
 """A chunk may be joined once the stream has done the chunk so many before it."""
 
-PROGRESS = np.dtype(words("done", "come", "credited"))
-"""The state of a stream in chunks: sent or joined; arrived; and acknowledged by the destination."""
+PROGRESS = np.dtype(
+    words(
+        "done",  # chunks that were sent or joined
+        "come",  # that arrived
+        "credited",  # that the destination has joined, as it says
+        "timed",  # chunks up to that whose credit is timed, 0 for none
+        "timed_at",  # when that chunk left
+        "shut",  # the limit has held back a chunk since then
+        "limit",  # chunks that may be under way now; kept for later calls
+    )
+)
+"""The state of a stream; a limit grows from `opening` to `window`."""
 
 LINK = np.dtype(
     words(
@@ -149,6 +166,7 @@ EXCHANGE = np.dtype(
             ("arguments", 7),  # of numpy's loops
             ("message", 7),  # a message of the system (``struct msghdr``)
             ("parts", 4),  # and its two parts
+            ("info", 20),  # of the system on a connection (``struct tcp_info``), and before it its length
         ),
     ]
 )
@@ -167,16 +185,23 @@ def word_of(record: np.dtype[np.void], name: str) -> int:
 
 HEADER_BYTES, CREDIT_BYTES = LINK["header"].itemsize, LINK["credit"].itemsize
 LINK_BYTES, HEADER_AT, CREDIT_AT = LINK.itemsize, _offset(LINK, "header"), _offset(LINK, "credit")
-CLOCK_AT, ARGUMENTS_AT, MESSAGE_AT = (_offset(EXCHANGE, name) for name in ("clock", "arguments", "message"))
+CLOCK_AT, ARGUMENTS_AT, MESSAGE_AT, INFO_AT = (
+    _offset(EXCHANGE, name) for name in ("clock", "arguments", "message", "info")
+)
 
 WOULD_WAIT = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR)
 SEND_FLAGS = int(getattr(socket, "MSG_DONTWAIT", 0)) | int(getattr(socket, "MSG_NOSIGNAL", 0))
 RECEIVE_FLAGS = int(getattr(socket, "MSG_DONTWAIT", 0))
+MEASURES = sys.platform == "linux" and sys.byteorder == "little"
+TCP, TCP_INFO = int(socket.IPPROTO_TCP), int(getattr(socket, "TCP_INFO", 0))
+INFO_BYTES, ROUND_TRIP_WORD = 152, 18
+"""In Linux's ``struct tcp_info``: its bytes up to tcpi_min_rtt, in microseconds; the word whose upper half that is."""
 READ, WRITE = int(select.POLLIN), int(select.POLLOUT)
 
 _send = from_system("send", arguments=4)
 _sendmsg = from_system("sendmsg", arguments=3)
 _recv = from_system("recv", arguments=4)
+_getsockopt = from_system("getsockopt", arguments=5)
 _poll = from_system("poll", arguments=3)
 _sched_yield = from_system("sched_yield", arguments=0)
 _clock_gettime = from_system("clock_gettime", arguments=2)
@@ -393,6 +418,8 @@ def _send_chunk(
         chunk = progress[stream].done
         length = _bytes(streams, frame, stream, chunk)
         links[link].at = _own(streams, frame, stream, chunk)
+        if streams[stream].window > 0 and progress[stream].timed == 0:
+            progress[stream].timed, progress[stream].timed_at = chunk + 1, now
         links[link].stream, links[link].bytes, links[link].moved = stream, length, 0
         links[link].header[0], links[link].header[1] = state.call, streams[stream].number
         links[link].header[2], links[link].header[3] = chunk, length
@@ -434,9 +461,8 @@ def _next(streams: Records, links: Records, progress: Records, frame: Records, l
         chunk, chunks, written = progress[stream].done, streams[stream].chunks, streams[stream].written
         if chunk == chunks or (written >= 0 and progress[written].done <= chunk):
             continue
-        window = streams[stream].window
-        if window > 0 and chunk >= progress[stream].credited + window:
-            state.shut = 1
+        if streams[stream].window > 0 and chunk >= progress[stream].credited + progress[stream].limit:
+            state.shut = progress[stream].shut = 1
             continue
         if found < 0 or chunk * streams[found].chunks < progress[found].done * chunks:
             found = stream
@@ -466,6 +492,36 @@ def _take_credits(
             for stream in range(links[link].first_stream, links[link].last_stream):
                 if streams[stream].number == links[link].credit[1]:
                     progress[stream].credited = max(progress[stream].credited, links[link].credit[2])
+                    _widen(streams, links, progress, frame, link, stream)
+
+
+@compiled
+def _widen(
+    streams: Records, links: Records, progress: Records, frame: Records, link: Word, stream: Word
+) -> None:
+    """Let more chunks of a stream be under way if its limit keeps them back though its credits are prompt.
+
+    If a credit is late, the chunk waited for others at its destination, or in a queue of the network. More chunks would
+    lengthen that queue, and delay or drop chunks of other streams.
+    """
+    window, timed = streams[stream].window, progress[stream].timed
+    if window == 0 or timed == 0 or progress[stream].credited < timed:
+        return
+    if progress[stream].shut and progress[stream].limit < window:
+        late = _now(frame) - progress[stream].timed_at - PROMPT
+        if not MEASURES or late <= 2 * _round_trip(frame, links[link].descriptor):
+            progress[stream].limit = min(window, 2 * progress[stream].limit)
+    progress[stream].timed = progress[stream].shut = 0
+
+
+@compiled
+def _round_trip(frame: Records, descriptor: Word) -> Word:
+    """Return the least nanoseconds from a packet to its acknowledgement on a connection; 0 if unknown."""
+    state = frame[0]
+    address = frame.ctypes.data + INFO_AT
+    state.info[0], state.info[ROUND_TRIP_WORD + 1] = INFO_BYTES, 0
+    _getsockopt(descriptor, TCP, TCP_INFO, address + 8, address)
+    return (state.info[ROUND_TRIP_WORD + 1] >> 32) * 1_000
 
 
 @compiled
@@ -642,8 +698,8 @@ def _count(
     state = frame[0]
     progress[stream].done += 1
     state.left -= 1
-    done, window = progress[stream].done, streams[stream].window
-    if window == 0 or done == streams[stream].chunks or (window >= 4 and done % (window // 4) > 0):
+    done, opening = progress[stream].done, streams[stream].opening
+    if opening == 0 or done == streams[stream].chunks or (opening >= 4 and done % (opening // 4) > 0):
         return
     link = 0
     while links[link].leaves or not links[link].first_stream <= stream < links[link].last_stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator, lower
+from collectives.backends.tcp import compiled_exchange as machine
 from collectives.backends.tcp import tcp_backend
 from collectives.backends.tcp.chunk_order import footprint, orders
 from collectives.backends.tcp.collective_state import TcpProgram
@@ -386,6 +388,34 @@ def test_chunks_over_open_links_move_before_the_last_rank_has_come(wires: Any) -
     assert backends_in_threads(3, body, wires=wires) == [[6.0]] * 3
 
 
+def test_chunks_that_must_wait_at_their_destination_do_not_run_ahead() -> None:
+    """Rank 1 is late, and the root adds its chunks before those of rank 2, of which it gets no more than at first."""
+    star = (Edge(0, 1, ("gpu0", "gpu1"), "nvlink"), Edge(0, 2, ("gpu0", "gpu2"), "nvlink"))
+    stages = (Stage("reduce", 0, star), Stage("broadcast", 0, star))
+    plan = plan_of(3, "allreduce", [Shard(Fraction(1), stages)])
+    chunk, came = 1 << 16, threading.Event()
+
+    def body(backend: TcpBackend, rank: int) -> list[float]:
+        with Communicator(plan, backend, chunk_bytes=chunk) as comm:
+            comm.all_reduce(np.ones(1 << 14))
+            comm._gather_texts("all links are open")
+            before, given = arrived(backend), np.full(1 << 18, rank + 1.0)
+            if rank == 1:
+                assert came.wait(SECONDS)
+                return [*np.unique(comm.all_reduce(given))]
+            handle = comm.all_reduce(given, async_op=True)
+            while rank == 0 and arrived(backend) < before + machine.OPENING_BYTES and not handle.done():
+                time.sleep(0.001)
+            if rank == 0:
+                time.sleep(0.2)
+                chunks = machine.OPENING_BYTES // chunk
+                assert arrived(backend) == before + chunks * (chunk + machine.HEADER_BYTES)
+                came.set()
+            return [*np.unique(handle.wait())]
+
+    assert backends_in_threads(3, body) == [[6.0]] * 3
+
+
 @pytest.mark.parametrize("wires", [None, wires_of(ring_wires(3))], ids=["barrier", "rendezvous"])
 def test_chunks_of_a_refused_call_are_dropped(wires: Any) -> None:
     """Ranks 0 and 1 have exchanged some when rank 2 calls another reduction: all raise, and later calls are right."""
@@ -631,6 +661,57 @@ def test_partial_sums_are_kept_only_where_a_rank_gets_no_result(collective: str)
             gets = stream.destination == plan.root
         assert (order.slots > 0) == (not gets)
         assert order.slots <= 3
+
+
+@contextlib.contextmanager
+def tcp_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Yield two ends of a connection over which a byte has come."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as near,
+        server.accept()[0] as far,
+    ):
+        near.sendall(b"1")
+        assert far.recv(1) == b"1"
+        yield near, far
+
+
+@pytest.mark.parametrize(
+    ("shut", "left_ago", "credited", "limits"),
+    [
+        (1, 0, 3, [4, 8, 12]),  # the window is 12
+        (1, 0, 2, [2, 2, 2]),  # of an earlier chunk
+        (1, 3600, 3, [2, 2, 2]),  # it waited for its join, or in a queue
+        (0, 0, 3, [2, 2, 2]),  # nothing was held back
+    ],
+)
+def test_more_chunks_of_a_stream_are_under_way_if_its_credits_are_prompt(
+    shut: int, left_ago: int, credited: int, limits: list[int]
+) -> None:
+    streams, progress = np.zeros(1, machine.STREAM), np.zeros(1, machine.PROGRESS)
+    links, frame = np.zeros(1, machine.LINK), np.zeros(1, machine.EXCHANGE)
+    streams["window"], progress["limit"], found = 12, 2, []
+    with tcp_pair() as (near, _):
+        links["descriptor"] = near.fileno()
+        for _ in limits:
+            progress["timed"], progress["shut"], progress["credited"] = 3, shut, credited
+            # a clock that may run for seconds until the call counts as prompt
+            progress["timed_at"] = time.monotonic_ns() + (60 - left_ago) * 10**9
+            machine._widen(streams, links, progress, frame, 0, 0)
+            found.append(int(progress["limit"][0]))
+            assert progress["timed"][0] == (3 if credited < 3 else 0)
+    assert found == limits
+
+
+def test_the_system_knows_the_round_trip_of_a_connection_alone() -> None:
+    """Nothing is known of a descriptor that is not a connection."""
+    frame = np.zeros(1, machine.EXCHANGE)
+    with tcp_pair() as (near, _), open(os.devnull) as other:
+        known = machine._round_trip(frame, near.fileno())
+        if machine.MEASURES:
+            info = near.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 152)
+            assert 0 < known == 1000 * int.from_bytes(info[148:], "little") < 60 * 10**9
+        assert machine._round_trip(frame, other.fileno()) == 0
 
 
 def test_a_forked_child_that_ends_does_not_close_the_communicator_of_its_parent() -> None:

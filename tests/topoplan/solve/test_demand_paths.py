@@ -24,9 +24,10 @@ from topoplan.plans.certificates.certificate import Cut
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.loads import link_loads
 from topoplan.plans.plan import Plan
+from topoplan.plans.shards import Edge, Stage
 from topoplan.solve.packing import all_to_all, demand_paths
 from topoplan.solve.packing.demand_paths import fill_cut, slowest_cut
-from topoplan.solve.packing.flow_packing import block_shards, path_shards
+from topoplan.solve.packing.flow_packing import Path, block_shards, path_shards, path_stages
 from topoplan.solve.search_control import Deadline
 
 
@@ -104,7 +105,7 @@ def test_every_block_leaves_whole_and_no_link_takes_longer_than_the_cut() -> Non
     assert set(sent.values()) == {1}
     assert {pair for pair, row in np.ndenumerate(np.array(rows)) if row} == set(sent)
     assert max(one / width for one, width in zip(load, fabric.capacity, strict=True)) == least
-    assert load == filled.loads()
+    assert load == filled.loads(Fraction(1))
 
 
 def test_paths_and_blocks_that_stay_are_in_the_order_of_the_shards_of_a_plan() -> None:
@@ -121,8 +122,34 @@ def test_paths_and_blocks_that_stay_are_in_the_order_of_the_shards_of_a_plan() -
     assert [path for path, part in paths if len(path) == 1] == [(rank,) for rank in range(1, 24, 2)]
     shards = path_shards(fabric, demand, paths)
     assert shards == block_shards(fabric, demand, dict(reversed(paths)))
-    of_buffer = Fraction(24, sum(map(sum, demand)))
-    assert link_loads(shards, fabric) == [load * of_buffer for load in filled.loads()]
+    assert link_loads(shards, fabric) == filled.loads(Fraction(sum(map(sum, demand)), 24))
+
+
+@pytest.mark.parametrize("channels", [("nvlink", "network"), ("pcie", "network"), ("all", "network")])
+def test_edges_of_many_paths_are_those_of_each_path_alone(channels: tuple[str, ...]) -> None:
+    """Random walks end at ranks, pass others, follow one another over links, or stay."""
+    fabric, pick = Fabric(servers("dgx-1v", 2, "pcie"), channels), Random(3)
+    leaving = fabric.route_graph.leaving()
+    paths: list[Path] = [(0,), (1,)]
+    while len(paths) < 60:
+        walk = [pick.randrange(fabric.size)]
+        while len(walk) < 3 or (walk[-1] >= fabric.size and len(walk) < 40):
+            walk.append(pick.choice(leaving[walk[-1]])[1])
+        nodes = tuple(fabric.route_graph.nodes[state] for state in walk)
+        if nodes[-1] < fabric.size:
+            paths += [nodes, (nodes[-1],)][: pick.randint(1, 2)]
+    for path, stage in zip(paths, path_stages(fabric, paths), strict=True):
+        edges, known = [], list(path[:1])
+        for node in path[1:]:
+            known.append(node)
+            if node < fabric.size:
+                links = [fabric.link_between[ends] for ends in pairwise(known)]
+                route = tuple(fabric.nodes[each] for each in known)
+                edges.append(Edge(known[0], node, route, fabric.channel_of(links)))
+                known = [node]
+        assert stage == Stage("broadcast", path[0], tuple(edges))
+    assert len({edge.channel for stage in path_stages(fabric, paths) for edge in stage.edges}) > 1
+    assert path_stages(fabric, []) == []
 
 
 def test_a_fabric_whose_cuts_prove_less_than_its_links_is_left_to_the_program() -> None:

@@ -222,7 +222,8 @@ def node_set(names: Iterable[str], fabric: Fabric) -> set[int]:
 
 def leaving(side: set[int], fabric: Fabric) -> list[Fraction]:
     """Return length 1 for every link that leaves a set of nodes, and 0 for the others."""
-    return [Fraction(src in side and dst not in side) for src, dst in fabric.ends]
+    one, none = Fraction(1), Fraction(0)
+    return [one if src in side and dst not in side else none for src, dst in fabric.ends]
 
 
 def capacity_of(lengths: Sequence[Fraction], fabric: Fabric) -> Fraction:

@@ -78,14 +78,14 @@ class Demand(Certificate):
             raise PlanError(f"a demand bounds alltoall, not {collective}")
         self._check(fabric)
         lengths = self.certificate.link_lengths(fabric, collective)
-        if any(value < 0 for value in lengths):
+        if any(value.numerator < 0 for value in lengths):
             raise PlanError("the certificate gives a link a length below zero; lengths are zero or more")
         scale = lcm(*(value.denominator for value in lengths))
-        whole = [int(value * scale) for value in lengths]
+        whole = [value.numerator * (scale // value.denominator) for value in lengths]
         needed = exchange_length(fabric, whole, self.demand)
         if needed == 0:
             raise PlanError("the demand has length zero under the certificate's lengths, which bound nothing")
-        return capacity_of([Fraction(value) for value in whole], fabric) * self.buffer / needed
+        return capacity_of(lengths, fabric) * scale * self.buffer / needed
 
     def suppose(self, shards: Sequence[Shard]) -> None:
         """Raise PlanError if the shards of a plan carry another demand than the bound assumes."""

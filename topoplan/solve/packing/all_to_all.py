@@ -157,8 +157,7 @@ def _filled_plan(
     shards = path_shards(fabric, units, filled.paths())
     tallest = max(len(shard.stages[0].edges) for shard in shards)
     notes = _height_notes(tallest) if method == "exact" else ()
-    of_buffer = Fraction(fabric.size, sum(map(sum, units)))
-    loads = [load * of_buffer for load in filled.loads()]
+    loads = filled.loads(Fraction(sum(map(sum, units)), fabric.size))
     return exchange.plan(shards, exchange.stated(filled.cut), method, notes, loads=loads)
 
 

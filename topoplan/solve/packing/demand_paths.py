@@ -66,10 +66,11 @@ class FilledCut:
         """Yield the nodes of each path and its part of the block, in the order of the shards of a plan."""
         return self.router.paths()
 
-    def loads(self) -> list[Fraction]:
-        """Return the load of each link in units of the demand, the sum of the paths that cross it."""
+    def loads(self, buffer: Fraction) -> list[Fraction]:
+        """Return the load of each link in buffers of so many units of the demand, by the paths that cross it."""
         whole = self.router.crossed().tolist()
-        exact = {amount: Fraction(amount, self.router.scale) for amount in set(whole)}
+        unit = buffer * self.router.scale
+        exact = {amount: amount / unit for amount in set(whole)}
         return [exact[amount] for amount in whole]
 
 
@@ -114,7 +115,7 @@ def slowest_cut(fabric: Fabric, demand: DemandMatrix) -> tuple[Fraction, Cut]:
     home = [server_of[name] for name in fabric.nodes]
     rank_of = [node if node < fabric.size else -1 for node in range(len(fabric.nodes))]
     amounts: Any = np.array(demand, dtype=object)
-    found: list[tuple[Fraction, list[int], bool]] = []
+    found: list[tuple[Fraction, list[int] | list[str], int | str, bool]] = []
     for label in (rank_of, home) if len(set(home[: fabric.size])) > 1 else (rank_of,):
         links: tuple[dict[int | str, int], ...] = ({}, {})
         for (src, dst), width in zip(fabric.ends, capacity, strict=True):
@@ -130,10 +131,11 @@ def slowest_cut(fabric: Fabric, demand: DemandMatrix) -> tuple[Fraction, Cut]:
             needed: Any = np.zeros(len(names), dtype=object)
             np.add.at(needed, group[moved[place]], amounts[moved])
             for end in ends[np.argsort(first)].tolist():
-                side = [node for node, other in enumerate(label) if (other == names[end]) != entering]
-                found.append((Fraction(needed[end] * unit, links[place][names[end]]), side, entering))
-    least, side, _ = max(found, key=lambda each: each[0])
-    return least, Cut(tuple(fabric.nodes[node] for node in side))
+                time = Fraction(needed[end] * unit, links[place][names[end]])
+                found.append((time, label, names[end], entering))
+    least, groups, inside, entering = max(found, key=lambda each: each[0])
+    side = (name for name, other in zip(fabric.nodes, groups, strict=True) if (other == inside) != entering)
+    return least, Cut(tuple(side))
 
 
 class FlowGraph:

@@ -18,13 +18,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.certificates.exchange import DemandMatrix
 from topoplan.plans.shards import Edge, Shard, Stage
 from topoplan.solve.packing.packing_program import Packing, Pricing, TreeColumn
 from topoplan.solve.route_table import RouteTable
+
+Whole = NDArray[np.int64]
 
 Path = tuple[int, ...]
 """Nodes of a fabric from a source to a destination; a single node for data that a rank keeps."""
@@ -116,17 +121,49 @@ def shortest_path_tree(
     return PathTree(root, tuple(ends.get(rank, -1) for rank in range(size)), tuple(parent), tuple(usage))
 
 
-def path_stage(fabric: Fabric, path: Sequence[int]) -> Stage:
-    """Return a chain of edges along a path of nodes of a fabric, one from each rank on it to the next."""
-    names = [fabric.nodes[node] for node in path]
-    links = [fabric.link_index[ends] for ends in pairwise(names)]
-    edges, start, size = [], 0, fabric.size
-    for stop in range(1, len(path)):
-        if path[stop] < size:
-            channel = fabric.channel_of(links[start:stop])
-            edges.append(Edge(path[start], path[stop], tuple(names[start : stop + 1]), channel))
-            start = stop
-    return Stage("broadcast", path[0], tuple(edges))
+def path_stages(fabric: Fabric, paths: Sequence[Path]) -> list[Stage]:
+    """Return for each path of nodes of a fabric the chain of edges along it, one from each rank to the next."""
+    counts = np.fromiter(map(len, paths), dtype=np.int64, count=len(paths))
+    nodes = np.fromiter(chain.from_iterable(paths), dtype=np.int64, count=int(counts.sum()))
+    firsts = np.cumsum(counts) - counts
+    ranks = np.flatnonzero(nodes < fabric.size)
+    ends = np.setdiff1d(ranks, firsts, assume_unique=True)
+    starts = ranks[np.searchsorted(ranks, ends) - 1]
+    names = tuple(map(fabric.nodes.__getitem__, nodes.tolist()))
+    columns = (starts.tolist(), (ends + 1).tolist(), nodes[starts].tolist(), nodes[ends].tolist())
+    edges = [
+        Edge(parent, child, names[start:end], channel)
+        for start, end, parent, child, channel in zip(
+            *columns, _channels(fabric, nodes, starts, ends), strict=True
+        )
+    ]
+    bounds = np.searchsorted(starts, np.append(firsts, len(nodes))).tolist()
+    return [
+        Stage("broadcast", path[0], tuple(edges[first:last]))
+        for path, (first, last) in zip(paths, pairwise(bounds), strict=True)
+    ]
+
+
+def _channels(fabric: Fabric, nodes: Whole, starts: Whole, ends: Whole) -> list[str]:
+    """Return the channels of edges that begin and end at positions of successive nodes."""
+    if not len(starts):
+        return []
+    size, links = len(fabric.nodes), fabric.links
+    number = {src * size + dst: link for (src, dst), link in fabric.link_between.items()}
+    bit = {name: 1 << place for place, name in enumerate(sorted({link.channel for link in links}))}
+    keys = np.array(sorted(number), dtype=np.int64)
+    bits = np.array([bit[links[number[key]].channel] for key in keys.tolist()], dtype=np.int64)
+    steps = nodes[:-1] * size + nodes[1:]
+    change = np.zeros(len(nodes), dtype=np.int64)  # between two paths there is not a link
+    np.add.at(change, starts, 1)
+    np.add.at(change, ends, -1)
+    within = np.cumsum(change)[:-1] > 0
+    over = np.zeros_like(steps)
+    over[within] = bits[np.searchsorted(keys, steps[within])]
+    _, first, kind = np.unique(np.bitwise_or.reduceat(over, starts), return_index=True, return_inverse=True)
+    crossed = (steps[starts[hop] : ends[hop]].tolist() for hop in first.tolist())
+    names = [fabric.channel_of([number[step] for step in each]) for each in crossed]
+    return [names[each] for each in kind.tolist()]
 
 
 def block_shards(fabric: Fabric, demand: DemandMatrix, parts: Mapping[Path, Fraction]) -> tuple[Shard, ...]:
@@ -144,17 +181,20 @@ def path_shards(
     buffers differ, so that all shards add up to the number of ranks.
     """
     whole, size = sum(map(sum, demand)), fabric.size
-    shares: dict[tuple[int, int], Fraction] = {}  # many blocks are equally long
-    found = []
+    known: dict[tuple[int, int], Fraction] = {}  # many blocks are equally long
+    listed: list[Path] = []
+    shares: list[Fraction] = []
     for path, part in paths:
         amount = demand[path[0]][path[-1]]
-        share = shares.get((amount, part.denominator)) if part.numerator == 1 else None
+        share = known.get((amount, part.denominator)) if part.numerator == 1 else None
         if share is None:
             share = Fraction(part.numerator * amount * size, part.denominator * whole)
             if part.numerator == 1:
-                shares[amount, part.denominator] = share
-        found.append(Shard(share, (path_stage(fabric, path),)))
-    return tuple(found)
+                known[amount, part.denominator] = share
+        listed.append(path)
+        shares.append(share)
+    stages = path_stages(fabric, listed)
+    return tuple(Shard(share, (stage,)) for share, stage in zip(shares, stages, strict=True))
 
 
 @dataclass(frozen=True)

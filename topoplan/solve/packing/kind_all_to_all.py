@@ -23,7 +23,7 @@ from itertools import pairwise
 from topoplan.errors import InfeasibleError
 from topoplan.plans.certificates.kind_lengths import pair_counts
 from topoplan.plans.kind_exchange import KindPath
-from topoplan.solve.packing.flow_packing import Path, path_stage, shortest_path_tree
+from topoplan.solve.packing.flow_packing import Path, path_stages, shortest_path_tree
 from topoplan.solve.packing.kind_program import KindColumn, KindProgram, Solution
 from topoplan.solve.simplex.exact_simplex import PackingSimplex
 
@@ -101,9 +101,10 @@ class KindExchange(KindProgram[_PathsColumn]):
                 shares[path] = shares.get(path, Fraction(0)) + weight / totals[column.rank]
         shares = self._fewer_paths(shares)
         found: dict[KindPath, Fraction] = {}
-        for path, share in shares.items():
+        stages = path_stages(self.fabric, list(shares))
+        for (path, share), stage in zip(shares.items(), stages, strict=True):
             # Each of the equivalent sources sends the whole block.
-            part = KindPath(share * ranks[path[0]], (path_stage(self.fabric, path),))
+            part = KindPath(share * ranks[path[0]], (stage,))
             for image in self.images(part):
                 bare = replace(image, share=Fraction(1))
                 found[bare] = found.get(bare, Fraction(0)) + image.share
