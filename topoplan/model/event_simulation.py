@@ -7,7 +7,8 @@ a copy engine or thread block is, and one of the wires of its route from startin
 others move meanwhile. Along a route of several links a chunk cuts through: it is on all of them at once if they are
 free, and waits in front of a busy one. Ties go to the receiver that is next after the sender, by server and then by
 GPU, so that senders behind one switch do not all begin with the same receiver; then to the earlier stage, and to the
-root that is next after the hop's end nearer to it. So the run of a symmetric plan is symmetric
+root that is next after the hop's end nearer to it; of paths from one rank, to the end that is next after it. Servers of
+a torus are next in its last dimension first. So the run of a symmetric plan is symmetric
 (`topoplan.model.event_orbits`). Hops of a channel that starts after the launch wait for its start, and hops of a rank
 that comes late for the rank.
 
@@ -25,11 +26,14 @@ from dataclasses import dataclass, replace
 
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
+from topoplan.machine.torus import ahead, sides_of_neighbours
 from topoplan.model.closed_form import chunk_counts, pipeline
 from topoplan.model.dataflow import LAUNCH, Dataflow, dataflow, starters
 from topoplan.model.event_engine import EventHops, depths, serve
 from topoplan.plans.loads import flow_rates
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import ALL_TO_ALL, Plan
+from topoplan.plans.shards import path_ends
 from topoplan.plans.structure import rounds
 
 MAX_TRANSFERS = 2_000_000
@@ -242,22 +246,38 @@ def places_of(servers: Sequence[object]) -> tuple[list[int], list[int], int]:
     return home, local, max(seen)
 
 
+def _sides(topology: Topology, servers: Sequence[str]) -> tuple[int, ...]:
+    """Return the sides of the torus of servers that network links join directly; the number of servers elsewhere."""
+    number = {server: place for place, server in enumerate(dict.fromkeys(servers))}
+    beside: list[set[int]] = [set() for _ in number]
+    for link in topology.links:
+        one, other = (topology.device(name).server for name in (link.src, link.dst))
+        if one != other:
+            if one not in number or other not in number:
+                return (len(number),)
+            beside[number[one]].add(number[other])
+    return sides_of_neighbours([*map(frozenset, beside)]) or (len(number),)
+
+
 def _event_hops(flow: Dataflow, plan: Plan, servers: _LinkServers) -> EventHops:
     """Return the hops of a listed plan; distances of ranks are of servers, then of GPUs in a server."""
     hops, routes = flow.hops, starters(flow)
     servers_of = [flow.fabric.topology.device(name).server for name in flow.fabric.ranks]
     home, local, gpus = places_of(servers_of)
-    many = max(home) + 1
+    sides = _sides(flow.fabric.topology, servers_of)
     groups: dict[tuple[int, ...], int] = {}
+    # Paths of one source differ in their ends alone.
+    ends = [path_ends(shard)[1] for shard in plan.shards] if plan.collective == ALL_TO_ALL else []
 
     def after(one: int, other: int) -> int:
-        return (home[other] - home[one]) % many * gpus + (local[other] - local[one]) % gpus
+        return ahead(sides, home[one], home[other]) * gpus + (local[other] - local[one]) % gpus
 
     def tie(number: int) -> tuple[int, ...]:
         hop = hops[number]
         stage = plan.shards[hop.shard].stages[hop.stage]
         above = hop.dst if stage.op == "reduce" else hop.src
-        return after(hop.src, hop.dst), hop.stage, after(above, stage.root), hop.src, number
+        end = after(stage.root, ends[hop.shard]) if ends else 0
+        return after(hop.src, hop.dst), hop.stage, after(above, stage.root), end, hop.src, number
 
     order = [0] * len(hops)
     for place, number in enumerate(sorted(range(len(hops)), key=tie)):

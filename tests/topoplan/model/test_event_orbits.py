@@ -1,16 +1,27 @@
-"""Events of plans by kind: those of the list, bit for bit, a star's known answer, late ranks, and what is refused."""
+"""Events of plans by kind: those of the list, bit for bit, known answers, late ranks, and what is refused."""
 
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
 
 import topoplan
-from tests.support.kind_clusters import plan_of_groups, plan_of_three_levels, random_plan
-from topoplan import PlanByKind, Server, UsageError
+from tests.support.kind_clusters import (
+    exchange_of_torus,
+    plan_of_groups,
+    plan_of_three_levels,
+    plan_of_torus,
+    random_cluster,
+    random_dragonfly,
+    random_plan,
+    random_three_levels,
+)
+from topoplan import InfeasibleError, PlanByKind, Server, UsageError
 from topoplan.model import event_orbits
 from topoplan.model.dataflow import LAUNCH, START_UP
 from topoplan.model.event_engine import depths
@@ -61,7 +72,7 @@ NETWORKS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter", "broadcast"])
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter", "broadcast", "alltoall"])
 @pytest.mark.parametrize("network", NETWORKS)
 def test_events_are_those_of_the_list(network: str, collective: str) -> None:
     servers, options = NETWORKS[network]
@@ -106,6 +117,71 @@ def test_random_clusters_have_the_events_of_the_list(make: Any, seed: int) -> No
     )
 
 
+@pytest.mark.thorough
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("make", [plan_of_torus, exchange_of_torus])
+def test_random_tori_have_the_events_of_the_list(make: Any, seed: int) -> None:
+    plan = make(seed, most=26)
+    if plan is None:
+        return
+    rng = random.Random(seed)
+    late = {rng.randrange(plan.size): 10 ** rng.uniform(-6, -2)} if seed % 2 else None
+    agree(plan, (1_000, 1_000_000, 300_000_000), late)
+
+
+def torus_plan(sides: tuple[int, ...], collective: str) -> PlanByKind:
+    kind = Server("v100x4", range(2), count=prod(sides))
+    many = topoplan.cluster_by_kind(
+        [kind], nic_gbps=200, nics=2 * len(sides), nic_access="pcie", network="torus", sides=sides
+    )
+    return topoplan.plan_by_kind(many, collective)
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter", "alltoall"])
+@pytest.mark.parametrize("sides", [(5,), (3, 4)])
+def test_a_torus_has_the_events_of_the_list(sides: tuple[int, ...], collective: str) -> None:
+    agree(torus_plan(sides, collective), (1_000, 100_000_000))
+
+
+@pytest.mark.thorough
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("make", [random_cluster, random_dragonfly, random_three_levels])
+def test_random_exchanges_have_the_events_of_the_list(make: Any, seed: int) -> None:
+    """Rails joined by a spine, and several paths of a pair through other servers, are refused."""
+    cluster = make(seed, most=26)
+    if cluster is None:
+        return
+    with suppress(InfeasibleError):
+        plan = topoplan.plan_by_kind(cluster, "alltoall")
+        refusal = ""
+        try:
+            _ = EventOrbits(plan).hops
+        except UsageError as error:
+            refusal = str(error)
+        if refusal:
+            assert refusal.startswith(("trees of all servers share", "chunks of several paths"))
+        else:
+            agree(plan, (1_000, 1_000_000, 300_000_000))
+
+
+@pytest.mark.parametrize("servers", [5, 1_250])
+def test_time_of_an_exchange_is_that_of_its_bytes(servers: int) -> None:
+    """Each rank sends a block to every other one, first to the next: no NIC ever waits."""
+    plan = plan_of(servers, "alltoall", gpus=1, nic_access="direct", nics=1)
+    seconds = EventOrbits(plan).run(10**9, 10**9).seconds
+    assert seconds == pytest.approx(LAUNCH + START_UP["network"] + (servers - 1) / servers / 50, rel=1e-9)
+
+
+def test_a_translation_of_a_torus_does_not_change_its_orbits() -> None:
+    """Each hop stands for one on every server."""
+    plan = torus_plan((5, 7), "allreduce")
+    hops = EventOrbits(plan).hops
+    assert sum(hops.stands) == 2 * 69 * plan.num_trees
+    assert set(hops.stands) <= {35, 70}
+
+
 @pytest.mark.parametrize("servers", [5, 1_250])
 def test_time_of_a_star_is_that_of_its_bytes(servers: int) -> None:
     """Servers of one GPU that send to all others in turn: all NICs are busy until the end, after one start-up."""
@@ -134,8 +210,6 @@ def test_links_that_all_servers_share_are_refused() -> None:
 def test_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="nbytes must be 1 or more, got 0"):
         EventOrbits(plan_of(2)).run(0)
-    with pytest.raises(UsageError, match="paths and of a torus need the list"):
-        EventOrbits(plan_of(2, "alltoall")).run(1)
     monkeypatch.setattr(event_orbits, "MOST_HOPS", 99)
     with pytest.raises(UsageError, match="have 124 hops, more than 99"):
         EventOrbits(plan_of(16)).run(1)
