@@ -24,10 +24,9 @@ from topoplan.errors import UsageError
 from topoplan.machine.torus import ahead
 from topoplan.model.closed_form import Pipeline, chunk_counts
 from topoplan.model.dataflow import LAUNCH, Dataflow, Floats, Indices
-from topoplan.model.event_engine import EventHops, EventLog, depths, serve
+from topoplan.model.event_engine import EventHops, EventLog, depths, serve, transfers
 from topoplan.model.event_images import FirstUnit, Members, path_rows
 from topoplan.model.event_refinement import HopColumns, refined
-from topoplan.model.event_simulation import MAX_TRANSFERS
 from topoplan.model.kind_dataflow import KindClock
 from topoplan.model.torus_dataflow import template_flow
 from topoplan.plans.plan import ALL_TO_ALL
@@ -35,6 +34,9 @@ from topoplan.plans.plan_by_kind import AnyTemplate, PlanByKind
 
 MOST_HOPS = 4_000_000
 """Hops of trees with their root in one unit up to which they are built: some gigabytes."""
+
+MAX_TRANSFERS = 20_000_000
+"""Most simulated chunk transfers of orbits: about half a minute."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class EventOrbits:
         return KindClock(self.plan).schedule
 
     @cached_property
-    def _built(self) -> tuple[EventHops, list[float]]:
+    def _built(self) -> tuple[EventHops, Floats]:
         late = KindClock(self.plan, self.late).late_of_sample
         flow = self._schedule.flow
         if self.plan.cluster.network.kind == "torus":
@@ -80,7 +82,7 @@ class EventOrbits:
         schedule = self._schedule
         chunks = chunk_counts(schedule, nbytes, chunk_bytes)
         hops, first = self._built
-        count = sum(chunks[one] * len(passed) for one, passed in zip(hops.shard, hops.passes, strict=True))
+        count = transfers(hops, chunks)
         if count > MAX_TRANSFERS:
             raise UsageError(
                 f"chunk transfers of orbits must be at most {MAX_TRANSFERS}, got {count}; give a smaller buffer or a "

@@ -24,6 +24,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
@@ -125,14 +127,14 @@ def run_events(
         if late:
             raise UsageError("late ranks need a plan without entries, got a sparse one; leave out late")
         return _run_rounds(plan, nbytes, chunk_bytes, headroom)
+    # Each edge is one transfer or more, counted before the dataflow is built.
+    _check_transfers(
+        sum(count * len(stage.edges) for shard, count in plan.shard_counts for stage in shard.stages)
+    )
     flow = dataflow(plan)
     chunks = chunk_counts(pipeline(flow), nbytes, chunk_bytes)
     count = sum(len(hop.links) * chunks[hop.shard] * flow.counts[hop.shard] for hop in flow.hops)
-    if count > MAX_TRANSFERS:
-        raise UsageError(
-            f"chunk transfers must be at most {MAX_TRANSFERS}, got {count}; give fewer GPUs, a smaller buffer or a "
-            "larger chunk size"
-        )
+    _check_transfers(count)
     if flow.images is not None:
         # events need single links, therefore every image
         plan = replace(plan, shards=tuple(plan.shards))
@@ -141,11 +143,16 @@ def run_events(
     sizes = [share * nbytes / k for share, k in zip(flow.shares, chunks, strict=True)]
     servers = _links_in_turn(flow) if headroom is None else _paced(flow, plan, headroom)
     held = dict(late or {})
-    first = [
-        LAUNCH
-        + max(flow.lanes[flow.lane_of_shard[hop.shard]][1], held.get(hop.src, 0.0), held.get(hop.dst, 0.0))
-        for hop in flow.hops
-    ]
+    first = np.array(
+        [
+            LAUNCH
+            + max(
+                flow.lanes[flow.lane_of_shard[hop.shard]][1], held.get(hop.src, 0.0), held.get(hop.dst, 0.0)
+            )
+            for hop in flow.hops
+        ],
+        dtype=np.float64,
+    )
     served = serve(_event_hops(flow, plan, servers), sizes, chunks, first)
     return SimulatedRun(
         seconds=served.seconds,
@@ -165,6 +172,15 @@ def run_events(
         ),
         in_flight=served.in_flight,
     )
+
+
+def _check_transfers(count: int) -> None:
+    """Raise UsageError if so many chunk transfers, or more, take too long."""
+    if count > MAX_TRANSFERS:
+        raise UsageError(
+            f"chunk transfers must be at most {MAX_TRANSFERS}, got {count} or more; give fewer GPUs, a smaller buffer "
+            "or a larger chunk size"
+        )
 
 
 def _run_rounds(plan: Plan, nbytes: int, chunk_bytes: int | None, headroom: float | None) -> SimulatedRun:
@@ -279,21 +295,27 @@ def _event_hops(flow: Dataflow, plan: Plan, servers: _LinkServers) -> EventHops:
         end = after(stage.root, ends[hop.shard]) if ends else 0
         return after(hop.src, hop.dst), hop.stage, after(above, stage.root), end, hop.src, number
 
-    order = [0] * len(hops)
-    for place, number in enumerate(sorted(range(len(hops)), key=tie)):
-        order[number] = place
+    order = np.empty(len(hops), dtype=np.int64)
+    order[sorted(range(len(hops)), key=tie)] = np.arange(len(hops))
+    group = [groups.setdefault(hop.waits, len(groups)) if hop.waits else -1 for hop in hops]
+    lengths = [len(passed) for passed in servers.of_hop]
+    pairs = np.array([(into, one) for one_of, into in groups.items() for one in one_of], dtype=np.int64)
+    pairs = pairs.reshape(-1, 2)
     return EventHops(
-        shard=[hop.shard for hop in hops],
-        alpha=[hop.alpha for hop in hops],
-        group=[groups.setdefault(hop.waits, len(groups)) if hop.waits else -1 for hop in hops],
-        members=list(groups),
-        passes=servers.of_hop,
-        places=[(place,) * (1 + len(passed)) for place, passed in zip(order, servers.of_hop, strict=True)],
-        route=routes.route,
-        wires=routes.wires,
-        pace=servers.pace,
-        depth=depths(set(servers.of_hop), len(servers.pace)) or [0] * len(servers.pace),
-        stands=[1] * len(hops),
+        shard=np.array([hop.shard for hop in hops], dtype=np.int64),
+        alpha=np.array([hop.alpha for hop in hops], dtype=np.float64),
+        group=np.array(group, dtype=np.int64),
+        into=pairs[:, 0].copy(),
+        member=pairs[:, 1].copy(),
+        start=np.cumsum([0, *lengths]),
+        passes=np.array([one for passed in servers.of_hop for one in passed], dtype=np.int64),
+        places=np.repeat(order, lengths),
+        route=np.array(routes.route, dtype=np.int64),
+        route_places=order,
+        wires=np.array(routes.wires, dtype=np.int64),
+        pace=np.array(servers.pace, dtype=np.float64),
+        depth=np.array(depths(set(servers.of_hop), len(servers.pace)) or [0] * len(servers.pace)),
+        stands=np.ones(len(hops), dtype=np.int64),
     )
 
 

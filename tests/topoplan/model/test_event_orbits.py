@@ -22,7 +22,7 @@ from tests.support.kind_clusters import (
     random_three_levels,
 )
 from topoplan import InfeasibleError, PlanByKind, Server, UsageError
-from topoplan.model import event_orbits
+from topoplan.model import event_engine, event_orbits
 from topoplan.model.dataflow import LAUNCH, START_UP
 from topoplan.model.event_engine import depths
 from topoplan.model.event_orbits import EventOrbits
@@ -217,6 +217,19 @@ def test_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_orbits, "MAX_TRANSFERS", 99)
     with pytest.raises(UsageError, match="must be at most 99, got "):
         EventOrbits(plan_of(16)).run(10**10)
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "alltoall"])
+def test_machine_code_and_the_interpreter_run_the_same_events(
+    collective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = [plan_of(4, collective, nics=1), torus_plan((3, 3), collective)]
+    runs: list[list[object]] = []
+    for most in (event_engine.INTERPRETED, -1):
+        monkeypatch.setattr(event_engine, "INTERPRETED", most)
+        runs.append([EventOrbits(plan, {1: 1e-4}).run(10**9) for plan in plans])
+        runs[-1] += [run_events(plan.listed(), nbytes=10**8) for plan in plans]
+    assert runs[0] == runs[1]
 
 
 def test_depth_is_the_longest_chain_before_a_server() -> None:
