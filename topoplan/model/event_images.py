@@ -20,7 +20,7 @@ from topoplan.machine.torus import ahead
 from topoplan.model.dataflow import Indices
 from topoplan.plans.kind_exchange import KindPath, PathImages
 from topoplan.plans.kind_images import TemplateImages, local_numbers
-from topoplan.plans.kind_templates import centre_turns, group_turns
+from topoplan.plans.kind_templates import KindTemplate, centre_turns, group_turns
 from topoplan.plans.plan_by_kind import AnyTemplate, PlanByKind
 from topoplan.plans.torus_exchange import TorusPathImages
 from topoplan.plans.torus_templates import TorusImages
@@ -36,23 +36,68 @@ class Units:
     pods: int
 
     @classmethod
-    def of(cls, cluster: ClusterByKind) -> Units:
-        """Return the smallest units: servers on one switch or in a torus, leaves, or pods; one of unlike servers."""
-        cell = cluster.cells[0]
-        if cell.servers != cluster.servers:
-            return cls((1,), cluster.servers, len(cluster.leaves), len(cluster.leaves))
+    def of(cls, plan: PlanByKind) -> Units:
+        """Return the smallest units: servers on one switch or in a torus, leaves, or pods, or several of these.
+
+        Servers of several kinds have units if their kinds repeat, and every tree is that of its root alone.
+        """
+        cluster, every = plan.cluster, plan.cluster.servers
         if cluster.network.kind == "torus":
             return cls(cluster.network.torus.sides, 1, 0, 0)
-        if cell.pods > 1:
-            return cls((cell.pods,), cell.servers_in_pod, cell.leaves_in_pod, 1)
-        if cell.leaves > 1:
-            return cls((cell.leaves,), cell.count, 1, 0)
-        return cls((cell.servers,), 1, 0, 0)
+        leaf, leaves = cluster.leaf_size, len(cluster.leaves)
+        step = 1 if leaves == 1 else leaf * cluster.pod_size if leaves > cluster.pod_size else leaf
+        repeated = every
+        if cluster.cells[0].servers == every or all(
+            _of_root_alone(plan, template) for template in plan.templates
+        ):
+            repeated = _period(cluster, step)
+        if leaves == 1:
+            return cls((every // repeated,), repeated, 0, 0)
+        pods = 0 if repeated % (leaf * cluster.pod_size) else repeated // (leaf * cluster.pod_size)
+        whole = repeated == every
+        return cls(
+            (every // repeated,),
+            repeated,
+            leaves if whole else repeated // leaf,
+            leaves if whole else pods,
+        )
 
     @property
     def count(self) -> int:
         """Number of units."""
         return prod(self.sides)
+
+
+def _of_root_alone(plan: PlanByKind, template: AnyTemplate) -> bool:
+    """Return whether the images of a template follow from their roots, or are all of a kind, as paths are."""
+    if not isinstance(template, KindTemplate):
+        return True
+    marked = (
+        template.centre != template.root or template.shifts > 1 or template.entries or template.pod_entries
+    )
+    return not marked and not group_turns(plan.sample, template.stages)
+
+
+def _period(cluster: ClusterByKind, step: int) -> int:
+    """Return the fewest servers, a multiple of ``step``, after which kinds and changed uplinks repeat; all if none."""
+    every, leaf = cluster.servers, cluster.leaf_size
+    if every % step or cluster.global_links:
+        return every
+    kinds = np.repeat(*np.array(cluster.runs).T)
+    rates = {switch: rate for switch, *rate in cluster.uplinks}
+    alike: dict[tuple[object, ...], int] = {}
+    above = [
+        alike.setdefault(
+            (str(rates.get(f"leaf{one}")), str(rates.get(f"pod{one // cluster.pod_size}"))), len(alike)
+        )
+        for one in range(len(cluster.leaves))
+    ]
+    marks = kinds * len(alike) + np.repeat(above, leaf)[:every]
+    return next(
+        one
+        for one in range(step, every + 1, step)
+        if every % one == 0 and (marks == np.roll(marks, one)).all()
+    )
 
 
 Ends = tuple[tuple[int, Indices], tuple[int, Indices]]
@@ -93,7 +138,7 @@ class FirstUnit:
 
     def __init__(self, plan: PlanByKind) -> None:
         self.plan, self.sample, self.cluster = plan, plan.sample, plan.cluster
-        self.units = Units.of(self.cluster)
+        self.units = Units.of(plan)
         self.home = self.sample.servers_of(plan.fabric.ranks)
         self.local = local_numbers(self.home)
         self._codes: dict[str, int] = {}

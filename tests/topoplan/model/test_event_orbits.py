@@ -16,6 +16,7 @@ from tests.support.kind_clusters import (
     plan_of_groups,
     plan_of_three_levels,
     plan_of_torus,
+    plan_with_stragglers,
     random_cluster,
     random_dragonfly,
     random_plan,
@@ -25,6 +26,7 @@ from topoplan import InfeasibleError, PlanByKind, Server, UsageError
 from topoplan.model import event_engine, event_orbits
 from topoplan.model.dataflow import LAUNCH, START_UP
 from topoplan.model.event_engine import depths
+from topoplan.model.event_images import Units
 from topoplan.model.event_orbits import EventOrbits
 from topoplan.model.event_simulation import run_events
 
@@ -115,6 +117,47 @@ def test_random_clusters_have_the_events_of_the_list(make: Any, seed: int) -> No
     agree(
         plan, (1_000, 1_000_000), {rng.randrange(plan.size): 10 ** rng.uniform(-6, -2)} if seed % 2 else None
     )
+
+
+def with_slow_nics(plan: PlanByKind, apart: int) -> PlanByKind:
+    """Return the plan if the first NIC of every so many servers sends at half its rate."""
+    many = plan.cluster
+    out = next(
+        one
+        for one in many.joined([0, 1], [1, 1]).links
+        if one.src == "s0.nic0" and not one.dst.startswith("s0.")
+    )
+    names = [f"s{server}.nic0->{out.dst}" for server in range(0, many.servers, apart)]
+    slow = many.with_faults(slow_links=dict.fromkeys(names, out.bandwidth / 2))
+    return topoplan.plan_by_kind(slow, plan.collective)
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "alltoall"])
+def test_slow_nics_evenly_apart_have_the_events_of_the_list(collective: str) -> None:
+    """Three servers rotate at once, and none if one NIC alone is slow."""
+    plan = with_slow_nics(plan_of(12, collective), 3)
+    agree(plan, (1_000, 100_000_000))
+    assert Units.of(plan) == Units((4,), 3, 0, 0)
+    assert Units.of(with_slow_nics(plan_of(12, collective), 12)).count == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(240))
+def test_random_stragglers_have_the_events_of_the_list(seed: int) -> None:
+    """Servers of several leaves whose chunks tie at a link are refused."""
+    plan = plan_with_stragglers(seed, most=36)
+    if plan is None:
+        return
+    refusal = ""
+    try:
+        _ = EventOrbits(plan).hops
+    except UsageError as error:
+        refusal = str(error)
+    if refusal:
+        assert refusal.startswith(("chunks of servers in different leaves tie", "trees of all servers share"))
+    else:
+        agree(plan, (1_000, 1_000_000, 300_000_000))
 
 
 @pytest.mark.thorough
