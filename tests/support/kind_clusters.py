@@ -98,6 +98,40 @@ def random_stragglers(seed: int, *, most: int) -> ClusterByKind | None:
         return None
 
 
+def plan_with_equal_gpus(seed: int, *, most: int) -> PlanByKind | None:
+    """Return a plan of servers whose GPUs are equal; None if it cannot be planned by kind."""
+    rng = random.Random(f"equal GPUs {seed}")
+    gpus, count = rng.choice([2, 2, 3, 4]), rng.choice([2, 3, 4, 6])
+    size = rng.choice([1, 2, 3])
+    network, more = rng.choice(
+        [
+            ("switch", {}),
+            ("rail-optimised", {"nic_access": "direct"}),
+            ("fat-tree", {"leaf_size": size, "oversubscription": 2}),
+            ("dragonfly", {"group_size": size, "global_gbps": 100}),
+            ("torus", {"sides": (count, 3), "nics": 8 * gpus, "nic_access": "direct"}),
+        ]
+    )
+    servers = count * 3 if network == "torus" else count
+    collective = rng.choice(["allreduce", "allgather", "reduce_scatter", "alltoall"])
+    try:
+        cluster = topoplan.cluster_by_kind(
+            [Server("dgx-h100", range(gpus), count=servers)], nic_gbps=400, network=network, **more
+        )
+        if network == "switch" and count % 2 == 0 and rng.random() < 0.5:
+            out = [one for one in cluster.joined([0, 1], [1, 1]).links if one.src.startswith("s0.nic")]
+            links = [(one.src[3:], one.dst, one.bandwidth / 2) for one in out if one.dst.startswith("switch")]
+            slow = {
+                f"s{server}.{nic}->{switch}": rate
+                for server in range(0, servers, 2)
+                for nic, switch, rate in links
+            }
+            cluster = cluster.with_faults(slow_links=slow)
+        return topoplan.plan_by_kind(cluster, collective) if cluster.size <= most else None
+    except TopoplanError:
+        return None
+
+
 def plan_with_stragglers(seed: int, *, most: int) -> PlanByKind | None:
     """Return a plan of a collective on such a cluster; None if it cannot be planned by kind."""
     cluster = random_stragglers(seed, most=most)

@@ -18,6 +18,7 @@ from topoplan.errors import UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.torus import ahead
 from topoplan.model.dataflow import Indices
+from topoplan.model.event_phases import GpuPhases
 from topoplan.plans.kind_exchange import KindPath, PathImages
 from topoplan.plans.kind_images import TemplateImages, local_numbers
 from topoplan.plans.kind_templates import KindTemplate, centre_turns, group_turns
@@ -118,15 +119,23 @@ class _Spot(NamedTuple):
     unit: Indices | None
     of: int = 0
     third: Indices | int = 0
+    phase: int | None = None
 
 
 class LinkImages(NamedTuple):
-    """Images of a link: orbits, units, what tells routes apart, and third groups that it enters, from 1; else 0."""
+    """Images of a link: orbits, units, phase, and what tells routes apart: ends and third groups entered, from 1."""
 
     key: Indices
     unit: Indices
-    pattern: tuple[tuple[int, int], ...]
+    phase: int
+    pattern: tuple[tuple[int, int, int | None], ...]
     third: Indices | int
+
+    def turned(self, phase: int, phases: int) -> tuple[tuple[int, int, int], ...]:
+        """Return what tells routes apart if one from a GPU of this phase is turned to phase 0."""
+        return tuple(
+            (code, of, -1 if own is None else (own - phase) % phases) for code, of, own in self.pattern
+        )
 
 
 _CODES = 4096
@@ -136,8 +145,8 @@ _CODES = 4096
 class FirstUnit:
     """The images of a plan whose root is in the first unit, and the orbits of their links."""
 
-    def __init__(self, plan: PlanByKind) -> None:
-        self.plan, self.sample, self.cluster = plan, plan.sample, plan.cluster
+    def __init__(self, plan: PlanByKind, phases: GpuPhases) -> None:
+        self.plan, self.sample, self.cluster, self.phases = plan, plan.sample, plan.cluster, phases
         self.units = Units.of(plan)
         self.home = self.sample.servers_of(plan.fabric.ranks)
         self.local = local_numbers(self.home)
@@ -194,8 +203,17 @@ class FirstUnit:
         for spot in spots:
             key = (key * _CODES + spot.code) * width + spot.position
         between = ahead(units.sides, moved[0], moved[-1]) if len(moved) > 1 else units.count
-        pattern = tuple((spot.code, spot.of) for spot in spots)
-        return LinkImages(key * (units.count + 1) + between, moved[0], pattern, spots[1].third)
+        key = key * (units.count + 1) + between
+        phases = [spot.phase for spot in spots if spot.phase is not None]
+        turned = (phases[-1] - phases[0]) % self.phases.count if len(phases) > 1 else self.phases.count
+        pattern = tuple((spot.code, spot.of, spot.phase) for spot in spots)
+        return LinkImages(
+            key * (self.phases.count + 1) + turned,
+            moved[0],
+            phases[0] if phases else 0,
+            pattern,
+            spots[1].third,
+        )
 
     def _code(self, word: str) -> int:
         """Return the number of a device's name without its server."""
@@ -210,7 +228,8 @@ class FirstUnit:
         def spot(word: str, number: Indices, each: int, of: int, third: Indices | int = 0) -> _Spot:
             if not each:
                 return _Spot(self._code(name), 0, None)
-            return _Spot(self._code(word), number % each, number // each, of, third)
+            word, phase = self.phases.place(word)
+            return _Spot(self._code(word), number % each, number // each, of, third, phase)
 
         for of, (server, images) in enumerate(ends):
             if dot and head == f"s{sample.numbers[server]}":
@@ -225,7 +244,8 @@ class FirstUnit:
         if name in sample.groups and sample.groups[name][0] in thirds:
             third = ends[0][1] * 0 + thirds[sample.groups[name][0]]
             return spot(" leaf", third, units.leaves, -1, third + 1)
-        return _Spot(self._code(name), 0, None)
+        name, phase = self.phases.place(name)
+        return _Spot(self._code(name), 0, None, phase=phase)
 
 
 class Members:

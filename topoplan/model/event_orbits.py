@@ -8,12 +8,14 @@ a representative queues the images that pass it. Two steps find representatives:
   units; servers of a torus translate. Only the trees and paths with their root in the first unit are built. The
   rotation must move every link that is passed, for images that share a link are served one after another. The images of
   a cluster of several cells are all built.
+- *Phases* (`topoplan.model.event_phases`): GPUs of each server rotate too, if they take trees to trees.
 - *Refinement* (`topoplan.model.event_refinement`): the GPUs of a server, and other hops of equal histories, become one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -26,6 +28,7 @@ from topoplan.model.closed_form import Pipeline, chunk_counts
 from topoplan.model.dataflow import LAUNCH, Dataflow, Floats, Indices
 from topoplan.model.event_engine import EventHops, EventLog, depths, serve, transfers
 from topoplan.model.event_images import FirstUnit, Members, path_rows
+from topoplan.model.event_phases import GpuPhases
 from topoplan.model.event_refinement import HopColumns, refined
 from topoplan.model.kind_dataflow import KindClock
 from topoplan.model.torus_dataflow import template_flow
@@ -68,7 +71,15 @@ class EventOrbits:
         if self.plan.cluster.network.kind == "torus":
             # Hops of the templates, not those along their arms.
             flow = template_flow(self.plan)
-        return refined(_RotatedImages(self.plan, flow, late).columns())
+        images = _RotatedImages(self.plan, flow, late, GpuPhases.of(self.plan, flow, late))
+        images.check()
+        if images.phases.count > 1:
+            # The rotation may change the order of chunks that tie, as those of GPUs behind one NIC.
+            with suppress(UsageError):
+                return refined(images.columns())
+            images = _RotatedImages(self.plan, flow, late, GpuPhases.none(self.plan))
+            images.check()
+        return refined(images.columns())
 
     @property
     def hops(self) -> EventHops:
@@ -124,9 +135,11 @@ class _Block(NamedTuple):
 class _RotatedImages:
     """The hops of the trees and paths whose root is in the first unit."""
 
-    def __init__(self, plan: PlanByKind, flow: Dataflow, late: Mapping[int, float]) -> None:
+    def __init__(
+        self, plan: PlanByKind, flow: Dataflow, late: Mapping[int, float], phases: GpuPhases
+    ) -> None:
         self.plan, self.flow, self.late, self.cluster = plan, flow, late, plan.cluster
-        self.unit = FirstUnit(plan)
+        self.unit, self.phases = FirstUnit(plan, phases), phases
         self.units, self.local = self.unit.units, np.array(self.unit.local)
         self.patterns: dict[tuple[object, ...], int] = {}
         self.firsts = np.array([self.cluster.first_rank(one) for one in range(self.cluster.servers)])
@@ -147,21 +160,37 @@ class _RotatedImages:
         apart = ahead(self.sides, self.ordinal[one], self.ordinal[other])
         return apart * self.gpus + (other_local - local) % self.gpus
 
-    def columns(self) -> HopColumns:
-        """Return the hops; UsageError if there are too many, or the rotation changes an order or a link's users."""
-        many, unit = sum(self.unit.hops_of(template) for template in self.plan.templates), self.unit
+    def _turn(self, rank: Indices) -> Indices:
+        """Return unit and phase of ranks: the motion that takes them into the first unit, to GPUs of phase 0."""
+        phases = self.phases.count
+        found: Indices = rank // self.each_unit * phases + rank % self.each_unit % phases
+        return found
+
+    def _inside(self, rank: Indices) -> Indices:
+        """Return the place of ranks in their unit, among those of one phase."""
+        found: Indices = rank % self.each_unit // self.phases.count
+        return found
+
+    def check(self) -> None:
+        """Raise UsageError if there are too many hops."""
+        many = sum(self.unit.hops_of(self.plan.templates[one]) for one in self.phases.kept)
         if many > MOST_HOPS:
             raise UsageError(
-                f"trees or paths from one of {self.units.count:,} equal parts of the cluster have {many:,} hops, "
-                f"more than {MOST_HOPS:,}; choose fewer servers, or leave --events out"
+                f"trees or paths from one of {self.units.count * self.phases.count:,} equal parts of the cluster have "
+                f"{many:,} hops, more than {MOST_HOPS:,}; choose fewer servers, or leave --events out"
             )
+
+    def columns(self) -> HopColumns:
+        """Return the hops; UsageError if the rotation changes an order, or does not move a link."""
+        unit = self.unit
         order_of, images_each = self._orders()
         blocks: list[_Block] = []
         last_ties: list[Indices] = []
         groups: list[Indices] = []
         waits: list[tuple[Indices, Indices]] = []
         total = into = 0
-        for place, template in enumerate(self.plan.templates):
+        for place in self.phases.kept:
+            template = self.plan.templates[place]
             for number in unit.numbers(template):
                 block = self._block(place, unit.members(template, number))
                 if self.plan.collective == ALL_TO_ALL:
@@ -169,7 +198,7 @@ class _RotatedImages:
                 else:
                     length = 0 * block.hop
                     group, waiting = _waits([stage.op for stage in template.stages], block)
-                last = block.src % self.each_unit * len(order_of) + order_of[place][0]
+                last = self._inside(block.src) * len(order_of) + order_of[place][0]
                 last = (last * self.plan.height + length) * len(order_of) + order_of[place][1]
                 blocks.append(block)
                 last_ties.append(last * images_each + number)
@@ -200,7 +229,8 @@ class _RotatedImages:
 
     def _block(self, place: int, members: Members) -> _Block:
         """Return the hops of one image of a tree, or of all of a path."""
-        home, local, units = self.unit.home, self.local, self.units
+        home, local, phases = self.unit.home, self.local, self.phases.count
+        sides = (*self.units.sides, phases)
         last = max(len(one.stages) for one in self.plan.templates)
         found: list[tuple[Indices, ...]] = []
         for one in self.hops_of[place]:
@@ -212,16 +242,18 @@ class _RotatedImages:
             src, dst = (below, above) if upwards else (above, below)
             root = members.root(home[stage.root])
             source, target = (self.firsts[at] + local[rank] for at, rank in ((src, hop.src), (dst, hop.dst)))
-            between = ahead(units.sides, source // self.each_unit, target // self.each_unit) * self.each_unit
+            began, ended = self._turn(source), self._turn(target)
+            between = ahead(sides, began, ended) * (self.each_unit // phases) + self._inside(target)
             tie = self._after(src, local[hop.src], dst, local[hop.dst]) * last + hop.stage
             tie = tie * self.distances + self._after(above, local[parent], root, local[stage.root])
             ends = (home[hop.src], src), (home[hop.dst], dst)
             passed = [self.unit.link(link, ends, members.thirds) for link in hop.links]
-            pattern = self.patterns.setdefault(tuple(each.pattern for each in passed), len(self.patterns))
+            turns = tuple(each.turned(int(local[hop.src]), phases) for each in passed)
+            pattern = self.patterns.setdefault(turns, len(self.patterns))
             whole, mark = np.ones_like(src), 0 * src
             for each in passed:
                 mark = mark * (len(self.cluster.leaves) + 1) + each.third
-            away = [ahead(units.sides, each.unit, source // self.each_unit) for each in passed]
+            away = [ahead(sides, each.unit * phases + each.phase, began) for each in passed]
             found.append(
                 (
                     whole * one,
@@ -229,7 +261,7 @@ class _RotatedImages:
                     source,
                     target,
                     whole * (self.firsts[root] + local[stage.root]),
-                    between + target % self.each_unit,
+                    between,
                     tie,
                     whole * pattern,
                     mark,
@@ -295,7 +327,7 @@ class _RotatedImages:
         sampled = along[begins[one][hop] + np.arange(len(hop)) - start[hop]]
         pace = np.zeros(len(keys))
         pace[link] = np.array([1e-9 / each.bandwidth for each in links])[sampled]
-        inside = block.src % self.each_unit * self.cluster.size + block.between
+        inside = self._inside(block.src) * self.cluster.size + block.between
         route = np.unique(inside * len(self.patterns) + block.pattern, return_inverse=True)[1]
         marks, mark = np.unique(block.mark, return_inverse=True)
         route = np.unique(route * len(marks) + mark, return_inverse=True)[1]
@@ -336,7 +368,7 @@ class _RotatedImages:
             group=group,
             into=members[0],
             member=members[1],
-            images=self.units.count,
+            images=self.units.count * self.phases.count,
         )
 
 

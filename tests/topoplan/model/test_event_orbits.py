@@ -16,6 +16,7 @@ from tests.support.kind_clusters import (
     plan_of_groups,
     plan_of_three_levels,
     plan_of_torus,
+    plan_with_equal_gpus,
     plan_with_stragglers,
     random_cluster,
     random_dragonfly,
@@ -28,7 +29,9 @@ from topoplan.model.dataflow import LAUNCH, START_UP
 from topoplan.model.event_engine import depths
 from topoplan.model.event_images import Units
 from topoplan.model.event_orbits import EventOrbits
+from topoplan.model.event_phases import GpuPhases
 from topoplan.model.event_simulation import run_events
+from topoplan.model.kind_dataflow import KindClock
 
 
 def plan_of(
@@ -139,6 +142,30 @@ def test_slow_nics_evenly_apart_have_the_events_of_the_list(collective: str) -> 
     agree(plan, (1_000, 100_000_000))
     assert Units.of(plan) == Units((4,), 3, 0, 0)
     assert Units.of(with_slow_nics(plan_of(12, collective), 12)).count == 1
+
+
+def phases_of(plan: PlanByKind) -> int:
+    return GpuPhases.of(plan, KindClock(plan).schedule.flow, {}).count
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "alltoall"])
+def test_equal_gpus_of_servers_are_phases(collective: str) -> None:
+    """GPUs with a NIC each rotate; a slow NIC, one NIC for all, or an uplink for all ends that."""
+    plan = plan_of(6, collective, gpus=3)
+    assert phases_of(plan) == 3
+    agree(plan, (1_000, 100_000_000))
+    assert phases_of(with_slow_nics(plan, 3)) == 1
+    assert phases_of(plan_of(6, collective, gpus=3, nics=1)) == 1
+    assert phases_of(plan_of(6, collective, gpus=3, network="fat-tree", leaf_size=2)) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(120))
+def test_random_servers_of_equal_gpus_have_the_events_of_the_list(seed: int) -> None:
+    plan = plan_with_equal_gpus(seed, most=24)
+    if plan is not None:
+        agree(plan, (1_000, 100_000_000))
 
 
 @pytest.mark.thorough
@@ -253,8 +280,8 @@ def test_links_that_all_servers_share_are_refused() -> None:
 def test_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="nbytes must be 1 or more, got 0"):
         EventOrbits(plan_of(2)).run(0)
-    monkeypatch.setattr(event_orbits, "MOST_HOPS", 99)
-    with pytest.raises(UsageError, match="have 124 hops, more than 99"):
+    monkeypatch.setattr(event_orbits, "MOST_HOPS", 49)
+    with pytest.raises(UsageError, match="32 equal parts of the cluster have 62 hops, more than 49"):
         EventOrbits(plan_of(16)).run(1)
     monkeypatch.undo()
     monkeypatch.setattr(event_orbits, "MAX_TRANSFERS", 99)
