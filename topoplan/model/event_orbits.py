@@ -52,7 +52,7 @@ class EventOrbits:
     >>> import topoplan
     >>> many = topoplan.cluster_by_kind([topoplan.Server("dgx-h100", count=32)], nic_gbps=400)
     >>> orbits = EventOrbits(topoplan.plan_by_kind(many, "allreduce"))
-    >>> len(orbits.hops.shard), sum(orbits.hops.stands), round(orbits.run(1_000_000).seconds * 1e6, 2)
+    >>> len(orbits.hops.shard), int(orbits.hops.stands.sum()), round(orbits.run(1_000_000).seconds * 1e6, 2)
     (510, 130560, 118.6)
     """
 
