@@ -6,8 +6,8 @@ a representative queues the images that pass it. Two steps find representatives:
 
 - *Rotation* (`topoplan.model.event_images`): servers on one switch or on rails, leaves, groups or pods rotate as equal
   units; servers of a torus translate. Only the trees and paths with their root in the first unit are built. The
-  rotation must move every link that is passed, for images that share a link are served one after another. The images of
-  a cluster of several cells are all built.
+  rotation must move every link that is passed, for images that share a link are served one after another. Several kinds
+  of servers rotate if they repeat; the images of others are all built.
 - *Phases* (`topoplan.model.event_phases`): GPUs of each server rotate too, if they take trees to trees.
 - *Refinement* (`topoplan.model.event_refinement`): the GPUs of a server, and other hops of equal histories, become one.
 """
@@ -37,6 +37,9 @@ from topoplan.plans.plan_by_kind import AnyTemplate, PlanByKind
 
 MOST_HOPS = 4_000_000
 """Hops of trees with their root in one unit up to which they are built: some gigabytes."""
+
+MOST_EXCHANGING = 1_600_000
+"""GPUs up to which events of paths are ordered: three distances between ranks are one number of 63 bits."""
 
 MAX_TRANSFERS = 20_000_000
 """Most simulated chunk transfers of orbits: about half a minute."""
@@ -172,17 +175,22 @@ class _RotatedImages:
         return found
 
     def check(self) -> None:
-        """Raise UsageError if there are too many hops."""
+        """Raise UsageError if there are too many hops, or ranks."""
         many = sum(self.unit.hops_of(self.plan.templates[one]) for one in self.phases.kept)
         if many > MOST_HOPS:
             raise UsageError(
                 f"trees or paths from one of {self.units.count * self.phases.count:,} equal parts of the cluster have "
                 f"{many:,} hops, more than {MOST_HOPS:,}; choose fewer servers, or leave --events out"
             )
+        if self.plan.collective == ALL_TO_ALL and self.distances > MOST_EXCHANGING:
+            raise UsageError(
+                f"events of an all_to_all must be of at most {MOST_EXCHANGING:,} GPUs, got {self.distances:,}; choose "
+                "fewer servers, or leave --events out"
+            )
 
     def columns(self) -> HopColumns:
         """Return the hops; UsageError if the rotation changes an order, or does not move a link."""
-        unit = self.unit
+        unit, height = self.unit, self.plan.height
         order_of, images_each = self._orders()
         blocks: list[_Block] = []
         last_ties: list[Indices] = []
@@ -199,7 +207,7 @@ class _RotatedImages:
                     length = 0 * block.hop
                     group, waiting = _waits([stage.op for stage in template.stages], block)
                 last = self._inside(block.src) * len(order_of) + order_of[place][0]
-                last = (last * self.plan.height + length) * len(order_of) + order_of[place][1]
+                last = (last * height + length) * len(order_of) + order_of[place][1]
                 blocks.append(block)
                 last_ties.append(last * images_each + number)
                 groups.append(np.where(group < 0, -1, group + into))

@@ -284,6 +284,9 @@ def test_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="32 equal parts of the cluster have 62 hops, more than 49"):
         EventOrbits(plan_of(16)).run(1)
     monkeypatch.undo()
+    monkeypatch.setattr(event_orbits, "MOST_EXCHANGING", 31)
+    with pytest.raises(UsageError, match="must be of at most 31 GPUs, got 32"):
+        EventOrbits(plan_of(16, "alltoall")).run(1)
     monkeypatch.setattr(event_orbits, "MAX_TRANSFERS", 99)
     with pytest.raises(UsageError, match="must be at most 99, got "):
         EventOrbits(plan_of(16)).run(10**10)
