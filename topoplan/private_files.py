@@ -1,4 +1,4 @@
-"""Keep files that only this user writes: the directories of jobs, and caches.
+"""Keep files that only this user writes: the directories of jobs, and caches, that of machine code among them.
 
 A job directory carries the process id and the start time of its owner. A job that begins removes the directories of
 owners that have ended, such as those of processes that were killed. It judges only owners that it can see: those of
@@ -16,12 +16,18 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, TypeVar, cast
 
 from topoplan.errors import UsageError
+
+Loop = TypeVar("Loop", bound=Callable[..., Any])
+
+_taking_folder = threading.Lock()
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where Linux shows memory as files."""
@@ -75,6 +81,42 @@ def cache_directory() -> Path | None:
     # XDG: a relative folder does not count.
     folder = next((folder for folder in folders if folder.is_absolute()), None)
     return folder / "topoplan" if folder else None
+
+
+def machine_code(loop: Loop) -> Loop:
+    """Return a loop as machine code, which numba compiles at its first call, and keeps in `machine_code_folder`."""
+    # It takes half a second to load.
+    import numba
+
+    config: Any = numba.config
+    folder = machine_code_folder()
+    with _taking_folder:
+        named, config.CACHE_DIR = config.CACHE_DIR, folder
+        try:
+            made = numba.njit(cache=bool(folder), nogil=True)(loop)
+            if folder:
+                private_directory(Path(str(made.stats.cache_path)))
+        except (RuntimeError, OSError):  # it cannot be written, or others may write to it
+            made = numba.njit(nogil=True)(loop)
+        finally:
+            config.CACHE_DIR = named
+        return cast(Loop, made)
+
+
+@lru_cache(maxsize=1)
+def machine_code_folder() -> str:
+    """Return the folder of machine code; empty if others may write to it.
+
+    It is that of ``NUMBA_CACHE_DIR``, else one in the user's cache. Its files are unpickled and run, and the package's
+    own folder may be one that several users write to.
+    """
+    import numba
+
+    user = cache_directory()
+    named = str(cast(Any, numba.config).CACHE_DIR or (user / "compiled" if user else ""))
+    with suppress(OSError):
+        return str(private_directory(Path(named))) if named else ""
+    return ""
 
 
 @contextmanager

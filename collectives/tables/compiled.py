@@ -1,22 +1,20 @@
 """Compile loops with numba, keep their types for the checker, and add the instructions that numba does not name.
 
-The machine code is cached between processes, in a folder that only this user writes (`_cache_folder`), so only the
-first rank of the first run compiles. The cache is renewed when the file of a loop changes, so a loop calls only loops
-of its own file. Constants of other files are compiled in: `TAKEN_NUMBERS` in the file of the loops stands for them.
-Instructions of this file are compiled in too: a change here needs a change of the files that use it. Loops release the
-interpreter lock.
+The machine code is cached between processes, in a folder that only this user writes
+(`topoplan.private_files.machine_code_folder`), so only the first rank of the first run compiles.
+The cache is renewed when the file of a loop changes, so a loop calls only loops of its own file. Constants of other
+files are compiled in: `TAKEN_NUMBERS` in the file of the loops stands for them. Instructions of this file are compiled
+in too: a change here needs a change of the files that use it. Loops release the interpreter lock.
 """
 
 from __future__ import annotations
 
 import fcntl
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numba
 from llvmlite import ir
@@ -24,12 +22,8 @@ from llvmlite.binding import get_host_cpu_name
 from numba.core import event
 from numba.extending import intrinsic
 
-from topoplan.private_files import cache_directory, private_directory
+from topoplan.private_files import Loop, machine_code
 
-Loop = TypeVar("Loop", bound=Callable[..., Any])
-
-_config: Any = numba.config
-_taking_folder = threading.Lock()
 _compilation = event.TimingListener()  # type: ignore[no-untyped-call]
 event.register("numba:compile", _compilation)  # type: ignore[no-untyped-call]
 
@@ -60,32 +54,7 @@ def compiled(loop: Loop) -> Loop:
     >>> first_out_of_order(np.array([2, 5, 5, 9]), 10)
     2
     """
-    folder = _cache_folder()
-    with _taking_folder:
-        named, _config.CACHE_DIR = _config.CACHE_DIR, folder
-        try:
-            made = numba.njit(cache=bool(folder), nogil=True)(loop)
-            if folder:
-                private_directory(Path(str(made.stats.cache_path)))
-        except (RuntimeError, OSError):  # it cannot be written, or others may write to it
-            made = numba.njit(nogil=True)(loop)
-        finally:
-            _config.CACHE_DIR = named
-        return cast(Loop, made)
-
-
-@lru_cache(maxsize=1)
-def _cache_folder() -> str:
-    """Return the folder of machine code; empty if others may write to it.
-
-    It is that of ``NUMBA_CACHE_DIR``, else one in the user's cache. Its files are unpickled and run, and the package's
-    own folder may be one that several users write to.
-    """
-    user = cache_directory()
-    named = _config.CACHE_DIR or (str(user / "compiled") if user else "")
-    with suppress(OSError):
-        return str(private_directory(Path(named))) if named else ""
-    return ""
+    return machine_code(loop)
 
 
 def compile_seconds() -> float:

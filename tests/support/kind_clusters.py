@@ -57,6 +57,94 @@ def random_cluster(seed: int, *, most: int) -> ClusterByKind | None:
     return found if found.servers > 1 and found.size <= most else None
 
 
+def random_stragglers(seed: int, *, most: int) -> ClusterByKind | None:
+    """Return equal servers of which every second to fourth one has slower NICs or links, as `random_cluster`."""
+    rng = random.Random(f"stragglers {seed}")
+    apart, times = rng.randint(2, 4), rng.randint(2, 5)
+    gpus = list(range(rng.choice([1, 2, 4]))) if rng.random() < 0.7 else None
+    network = rng.choice(["switch", "switch", "rail-optimised", "fat-tree", "fat-tree", "dragonfly"])
+    size = rng.choice([1, apart, apart, 2 * apart, rng.randint(1, 5)])
+    more: dict[str, Any] = {}
+    if network == "fat-tree":
+        more = {"leaf_size": size, "oversubscription": rng.choice([None, 2, 3.5])}
+        more |= {"pod_size": rng.randint(1, 3)} if rng.random() < 0.3 else {}
+    elif network == "dragonfly":
+        more = {"group_size": size, "global_gbps": rng.choice([20, 100])}
+    nics, access = rng.choice([None, 1, 2]), rng.choice(["direct", "pcie"])
+    kind = Server(rng.choice(MACHINES), gpus, count=apart * times)
+    slower = rng.choice([0.1, 0.5, 0.9])
+    try:
+        found = topoplan.cluster_by_kind(
+            [kind], nic_gbps=100, nics=nics, nic_access=access, network=network, **more
+        )
+        if found.size > most:
+            return None
+        links = rng.sample(found.server_machine(0).links, rng.randint(0, 2))
+        names = [(f"{link.src}->{link.dst}", link.bandwidth) for link in links]
+        if not names or rng.random() < 0.7:
+            out = [link for link in found.joined([0, 1], [1, 1]).links if link.src.startswith("s0.")]
+            names += [
+                (f"{one.src}->{one.dst}", one.bandwidth) for one in out if not one.dst.startswith("s0.")
+            ][:2]
+        first = rng.randrange(apart)
+        slow = {
+            name.replace("s0.", f"s{server}.")
+            .replace("leaf0", f"leaf{server // size}")
+            .replace("group0", f"group{server // size}"): rate * slower
+            for server in range(first, found.servers, apart)
+            for name, rate in names
+        }
+        return found.with_faults(slow_links=slow)
+    except TopoplanError:
+        return None
+
+
+def plan_with_equal_gpus(seed: int, *, most: int) -> PlanByKind | None:
+    """Return a plan of servers whose GPUs are equal; None if it cannot be planned by kind."""
+    rng = random.Random(f"equal GPUs {seed}")
+    gpus, count = rng.choice([2, 2, 3, 4]), rng.choice([2, 3, 4, 6])
+    size = rng.choice([1, 2, 3])
+    network, more = rng.choice(
+        [
+            ("switch", {}),
+            ("rail-optimised", {"nic_access": "direct"}),
+            ("fat-tree", {"leaf_size": size, "oversubscription": 2}),
+            ("dragonfly", {"group_size": size, "global_gbps": 100}),
+            ("torus", {"sides": (count, 3), "nics": 8 * gpus, "nic_access": "direct"}),
+        ]
+    )
+    servers = count * 3 if network == "torus" else count
+    collective = rng.choice(["allreduce", "allgather", "reduce_scatter", "alltoall"])
+    try:
+        cluster = topoplan.cluster_by_kind(
+            [Server("dgx-h100", range(gpus), count=servers)], nic_gbps=400, network=network, **more
+        )
+        if network == "switch" and count % 2 == 0 and rng.random() < 0.5:
+            out = [one for one in cluster.joined([0, 1], [1, 1]).links if one.src.startswith("s0.nic")]
+            links = [(one.src[3:], one.dst, one.bandwidth / 2) for one in out if one.dst.startswith("switch")]
+            slow = {
+                f"s{server}.{nic}->{switch}": rate
+                for server in range(0, servers, 2)
+                for nic, switch, rate in links
+            }
+            cluster = cluster.with_faults(slow_links=slow)
+        return topoplan.plan_by_kind(cluster, collective) if cluster.size <= most else None
+    except TopoplanError:
+        return None
+
+
+def plan_with_stragglers(seed: int, *, most: int) -> PlanByKind | None:
+    """Return a plan of a collective on such a cluster; None if it cannot be planned by kind."""
+    cluster = random_stragglers(seed, most=most)
+    if cluster is None:
+        return None
+    collective = random.Random(seed).choice(["allreduce", "allgather", "reduce_scatter", "alltoall"])
+    try:
+        return topoplan.plan_by_kind(cluster, collective)
+    except InfeasibleError:
+        return None
+
+
 def _random_servers(rng: random.Random, most: int) -> list[Server]:
     """Return one to three kinds of servers, up to so many of each."""
     servers = []

@@ -9,10 +9,13 @@ NICs do not forward (`topoplan.machine.routing`), so a route passes one cable, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from topoplan.errors import UsageError
 from topoplan.machine.nic_wiring import NicPort
@@ -87,6 +90,41 @@ class Torus:
     def neighbours(self) -> list[int]:
         """Return server 0 and its neighbours, ascending."""
         return sorted({0, *(self.server(self.offset(one)) for one in self.directions)})
+
+
+Servers = TypeVar("Servers", int, NDArray[np.int64])
+"""The number of a server, or the numbers of some."""
+
+
+def ahead(sides: Sequence[int], one: Servers, other: Servers) -> Servers:
+    """Return the number of the server at the offset of a second server from a first one; a ring has one side."""
+    found, step = one * 0, 1
+    for side in reversed(sides):
+        found = found + (other // step - one // step) % side * step
+        step *= side
+    return found
+
+
+def sides_of_neighbours(neighbours: Sequence[frozenset[int]]) -> tuple[int, ...] | None:
+    """Return the sides of the torus in which servers have these neighbours; None if they are not of a torus."""
+    many = len(neighbours)
+    for sides in factorings(many):
+        torus = Torus(sides)
+        offsets = [torus.offset(one) for one in torus.directions]
+        if all(
+            found == {torus.moved(server, offset) for offset in offsets}
+            for server, found in enumerate(neighbours)
+        ):
+            return sides
+    return None
+
+
+def factorings(size: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to write a number as a product of numbers above one, in every order."""
+    yield (size,)
+    for first in range(2, size // 2 + 1):
+        if size % first == 0:
+            yield from ((first, *rest) for rest in factorings(size // first))
 
 
 def cable_places(

@@ -7,14 +7,22 @@ arrive, are delivered, hops become ready, start-ups begin, servers choose. So no
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
+from typing import Any
 
-from topoplan.model.dataflow import LAUNCH
+import numpy as np
+
+from topoplan.model.dataflow import LAUNCH, Floats, Indices
+from topoplan.private_files import machine_code
 
 _ARRIVE, _DELIVER, _START, _BEGIN, _SERVE = range(5)
+
+INTERPRETED = 100_000
+"""Chunk transfers up to which the interpreter runs the events, in a second or two: numba takes as long to load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,26 +31,29 @@ class EventHops:
 
     shard, alpha: as of `topoplan.model.dataflow.Hop`.
     group: for each hop the group of hops that must have delivered a chunk before it starts, or -1.
-    members: the hops of each group.
-    passes: the servers that each hop passes, in order.
-    places: the places of each hop in ties, at its route and at each of these servers.
+    into, member: pairs of a group and a hop of it, in ascending order.
+    start, passes: hop h passes the servers passes[start[h] : start[h + 1]], in this order.
+    places: the place of each hop in ties at each of these servers; route_places: at its route.
     route: the route of each hop; wires: the copies that each route starts at once.
     pace: seconds per byte of each server.
     depth: for each server, most servers that a chunk passes before it.
     stands: how many hops each stands for.
     """
 
-    shard: Sequence[int]
-    alpha: Sequence[float]
-    group: Sequence[int]
-    members: Sequence[Sequence[int]]
-    passes: Sequence[tuple[int, ...]]
-    places: Sequence[tuple[int, ...]]
-    route: Sequence[int]
-    wires: Sequence[int]
-    pace: Sequence[float]
-    depth: Sequence[int]
-    stands: Sequence[int]
+    shard: Indices
+    alpha: Floats
+    group: Indices
+    into: Indices
+    member: Indices
+    start: Indices
+    passes: Indices
+    places: Indices
+    route: Indices
+    route_places: Indices
+    wires: Indices
+    pace: Floats
+    depth: Indices
+    stands: Indices
 
 
 def depths(paths: Iterable[tuple[int, ...]], servers: int) -> list[int]:
@@ -76,11 +87,16 @@ class EventLog:
     in_flight: int = 0
 
 
+def transfers(hops: EventHops, chunks: Sequence[int]) -> int:
+    """Return the number of chunk transfers of all hops, each over each of its servers."""
+    return int((np.array(chunks, dtype=np.int64)[hops.shard] * np.diff(hops.start)).sum())
+
+
 def serve(
     hops: EventHops,
     sizes: Sequence[float],
     chunks: Sequence[int],
-    first: Sequence[float],
+    first: Floats,
     *,
     record: bool = True,
 ) -> EventLog:
@@ -89,54 +105,110 @@ def serve(
     At one moment servers begin in the order of their depth. So a chunk that a switch passes on at once is in the next
     queue before that link chooses, whatever the numbers of the links.
     """
-    shard, alpha, group, members, passes = hops.shard, hops.alpha, hops.group, hops.members, hops.passes
-    places, route, pace, depth, stands = hops.places, hops.route, hops.pace, hops.depth, hops.stands
-    heappush, heappop = heapq.heappush, heapq.heappop
-    count = [chunks[one] for one in shard]
-    followers: list[list[int]] = [[] for _ in members]
-    for number, before in enumerate(group):
-        if before >= 0:
-            followers[before].append(number)
-    groups: list[list[int]] = [[] for _ in shard]
-    for number, every in enumerate(members):
-        for each in every:
-            groups[each].append(number)
-    users = [0] * len(hops.wires)
-    for each in route:
-        users[each] += 1
-    ready = [0] * len(members)
-    missing = [len(every) for every in members]
-    done = [0] * len(shard)
-    active = [False] * len(shard)
-    idle = list(hops.wires)
-    unstarted: list[list[tuple[float, int, int]]] = [[] for _ in idle]
-    queue: list[list[tuple[float, int, int, int]]] = [[] for _ in pace]
-    busy = [False] * len(pace)
-    waiting = [(0, 0.0)] * len(pace)
-    largest = [(0, 0.0)] * len(pace)
-    found = EventLog()
+    number, groups = len(hops.shard), int(hops.group.max(initial=-1)) + 1
+    groups = max(groups, int(hops.into.max(initial=-1)) + 1)
+    waiting = np.flatnonzero(hops.group >= 0)
+    waiting = waiting[np.argsort(hops.group[waiting], kind="stable")]
+    by_member = np.argsort(hops.member, kind="stable")
+    columns = (
+        np.array(chunks, dtype=np.int64)[hops.shard],
+        np.array(sizes, dtype=np.float64)[hops.shard],
+        hops.alpha,
+        first,
+        hops.stands,
+        hops.group,
+        np.searchsorted(hops.into, np.arange(groups + 1)),
+        hops.member,
+        np.searchsorted(hops.group[waiting], np.arange(groups + 1)),
+        waiting,
+        np.searchsorted(hops.member[by_member], np.arange(number + 1)),
+        hops.into[by_member],
+        hops.start,
+        hops.passes,
+        hops.places,
+        hops.route,
+        hops.route_places,
+        np.bincount(hops.route, minlength=len(hops.wires)),
+        hops.wires,
+        hops.pace,
+        hops.depth,
+    )
+    if transfers(hops, chunks) > INTERPRETED:
+        found = _compiled()(LAUNCH, record, *columns)
+    else:
+        found = _events(LAUNCH, record, *(one.tolist() for one in columns))
+    services, queues, seconds, in_flight = found
+    return EventLog(services, queues, seconds, in_flight)
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    return machine_code(_events)
+
+
+def _events(
+    now: float,
+    record: bool,
+    count: Sequence[int],
+    size: Sequence[float],
+    alpha: Sequence[float],
+    first: Sequence[float],
+    stands: Sequence[int],
+    group: Sequence[int],
+    member_start: Sequence[int],
+    members: Sequence[int],
+    follower_start: Sequence[int],
+    followers: Sequence[int],
+    group_start: Sequence[int],
+    groups: Sequence[int],
+    start: Sequence[int],
+    passes: Sequence[int],
+    places: Sequence[int],
+    route: Sequence[int],
+    route_places: Sequence[int],
+    users: Sequence[int],
+    wires: Sequence[int],
+    pace: Sequence[float],
+    depth: Sequence[int],
+) -> tuple[list[tuple[int, float, float, int, int]], list[tuple[int, float]], float, int]:
+    """Run the events; the interpreter takes lists, and machine code arrays."""
+    hops, servers, routes = len(count), len(pace), len(wires)
+    ready = [0] * (len(member_start) - 1)
+    missing = [member_start[one + 1] - member_start[one] for one in range(len(ready))]
+    done = [0] * hops
+    active = [False] * hops
+    idle = [wires[one] for one in range(routes)]
+    # Lists begin with a value that tells numba their types.
+    unstarted = [[(0.0, 0, 0)] for _ in range(routes)]
+    for begun in unstarted:
+        begun.pop()
+    queue = [[(0.0, 0, 0, 0)] for _ in range(servers)]
+    for each in queue:
+        each.pop()
+    busy = [False] * servers
+    waiting = [(0, 0.0)] * servers
+    largest = [(0, 0.0)] * servers
+    services = [(0, 0.0, 0.0, 0, 0)]
+    services.pop()
     moving = most = 0
-    now = LAUNCH
-    events: list[tuple[float, int, int, int]] = [
-        (start, _START, number, 0) for number, start in enumerate(first) if group[number] < 0
-    ]
-    heapq.heapify(events)
+    events = [(first[number], _START, number, 0) for number in range(hops) if group[number] < 0]
+    heapify(events)
     while events:
         now, kind, number, leg = heappop(events)
         if kind == _SERVE:
             number = leg
             if not busy[number] and queue[number]:
                 _, _, served, leg = heappop(queue[number])
-                size = sizes[shard[served]]
                 busy[number] = True
                 if leg:
-                    waiting[number] = (waiting[number][0] - 1, waiting[number][1] - size)
-                end = now + size * pace[number]
+                    waiting[number] = (waiting[number][0] - 1, waiting[number][1] - size[served])
+                end = now + size[served] * pace[number]
                 if record:
-                    found.services.append((number, now, end, served, done[served]))
+                    services.append((number, now, end, served, done[served]))
                 heappush(events, (end, _DELIVER, served, leg))
-                if leg + 1 < len(passes[served]):
-                    onward = end - size * pace[passes[served][leg + 1]]
+                after = start[served] + leg + 1
+                if after < start[served + 1]:
+                    onward = end - size[served] * pace[passes[after]]
                     heappush(events, (max(now, onward), _ARRIVE, served, leg + 1))
             if waiting[number][0] > largest[number][0]:
                 largest[number] = waiting[number]
@@ -144,8 +216,8 @@ def serve(
         if kind == _BEGIN:
             if idle[number] and unstarted[number]:
                 idle[number] -= 1
-                _, _, begun = heappop(unstarted[number])
-                heappush(events, (now + alpha[begun], _ARRIVE, begun, 0))
+                _, _, served = heappop(unstarted[number])
+                heappush(events, (now + alpha[served], _ARRIVE, served, 0))
             continue
         if kind == _START:
             chunk = done[number]
@@ -160,39 +232,41 @@ def serve(
                 # No other hop waits for a wire of the route.
                 heappush(events, (now + alpha[number], _ARRIVE, number, 0))
                 continue
-            heappush(unstarted[route[number]], (chunk / count[number], places[number][0], number))
+            heappush(unstarted[route[number]], (chunk / count[number], route_places[number], number))
             heappush(events, (now, _BEGIN, route[number], 0))
             continue
-        link = passes[number][leg]
+        link = passes[start[number] + leg]
         if kind == _ARRIVE:
             if leg:
-                waiting[link] = (waiting[link][0] + 1, waiting[link][1] + sizes[shard[number]])
+                waiting[link] = (waiting[link][0] + 1, waiting[link][1] + size[number])
             elif users[route[number]] > 1:
                 idle[route[number]] += 1
                 heappush(events, (now, _BEGIN, route[number], 0))
-            heappush(queue[link], (done[number] / count[number], places[number][leg + 1], number, leg))
+            heappush(queue[link], (done[number] / count[number], places[start[number] + leg], number, leg))
             if leg or not busy[link]:
                 heappush(events, (now, _SERVE, depth[link], link))
-        else:
-            busy[link] = False
-            if queue[link]:
-                heappush(events, (now, _SERVE, depth[link], link))
-            if leg == len(passes[number]) - 1:
-                done[number] += 1
-                active[number] = False
-                moving -= stands[number]
-                if done[number] < count[number]:
-                    heappush(events, (now, _START, number, 0))
-                for each in groups[number]:
-                    if done[number] != ready[each] + 1:
-                        continue
-                    missing[each] -= 1
-                    if not missing[each]:
-                        ready[each] += 1
-                        missing[each] = sum(done[member] == ready[each] for member in members[each])
-                        for candidate in followers[each]:
-                            heappush(events, (max(now, first[candidate]), _START, candidate, 0))
-    found.seconds = now
-    found.in_flight = most
-    found.queues = largest
-    return found
+            continue
+        busy[link] = False
+        if queue[link]:
+            heappush(events, (now, _SERVE, depth[link], link))
+        if start[number] + leg + 1 < start[number + 1]:
+            continue
+        done[number] += 1
+        active[number] = False
+        moving -= stands[number]
+        if done[number] < count[number]:
+            heappush(events, (now, _START, number, 0))
+        for place in range(group_start[number], group_start[number + 1]):
+            one = groups[place]
+            if done[number] != ready[one] + 1:
+                continue
+            missing[one] -= 1
+            if missing[one]:
+                continue
+            ready[one] += 1
+            for at in range(member_start[one], member_start[one + 1]):
+                if done[members[at]] == ready[one]:
+                    missing[one] += 1
+            for at in range(follower_start[one], follower_start[one + 1]):
+                heappush(events, (max(now, first[followers[at]]), _START, followers[at], 0))
+    return services, largest, now, most

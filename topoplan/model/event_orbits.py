@@ -4,69 +4,58 @@ If every server of a cluster takes the next one's place, ties included (`topopla
 of a hop start, wait and end at the same moments, and so do their links. One of them is then simulated, and each link of
 a representative queues the images that pass it. Two steps find representatives:
 
-- *Rotation*: servers on one switch or on rails, leaves, groups or pods rotate as equal units. Only the trees with their
-  root in the first unit are built. The rotation must move every link that is passed, for images that share a link are
-  served one after another. The images of a cluster of several cells are all built.
+- *Rotation* (`topoplan.model.event_images`): servers on one switch or on rails, leaves, groups or pods rotate as equal
+  units; servers of a torus translate. Only the trees and paths with their root in the first unit are built. The
+  rotation must move every link that is passed, for images that share a link are served one after another. Several kinds
+  of servers rotate if they repeat; the images of others are all built.
+- *Phases* (`topoplan.model.event_phases`): GPUs of each server rotate too, if they take trees to trees.
 - *Refinement* (`topoplan.model.event_refinement`): the GPUs of a server, and other hops of equal histories, become one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from topoplan.errors import UsageError
-from topoplan.machine.cluster_by_kind import ClusterByKind
+from topoplan.machine.torus import ahead
 from topoplan.model.closed_form import Pipeline, chunk_counts
 from topoplan.model.dataflow import LAUNCH, Dataflow, Floats, Indices
-from topoplan.model.event_engine import EventHops, EventLog, depths, serve
+from topoplan.model.event_engine import EventHops, EventLog, depths, serve, transfers
+from topoplan.model.event_images import FirstUnit, Members, path_rows
+from topoplan.model.event_phases import GpuPhases
 from topoplan.model.event_refinement import HopColumns, refined
-from topoplan.model.event_simulation import MAX_TRANSFERS
 from topoplan.model.kind_dataflow import KindClock
-from topoplan.plans.kind_images import TemplateImages, local_numbers
-from topoplan.plans.kind_templates import KindTemplate, centre_turns, group_turns
-from topoplan.plans.plan_by_kind import PlanByKind
+from topoplan.model.torus_dataflow import template_flow
+from topoplan.plans.plan import ALL_TO_ALL
+from topoplan.plans.plan_by_kind import AnyTemplate, PlanByKind
 
 MOST_HOPS = 4_000_000
 """Hops of trees with their root in one unit up to which they are built: some gigabytes."""
 
+MOST_EXCHANGING = 1_600_000
+"""GPUs up to which events of paths are ordered: three distances between ranks are one number of 63 bits."""
 
-@dataclass(frozen=True, slots=True)
-class Units:
-    """Equal parts of a cluster that rotate: how many, and servers, leaves and pods in each; 0 if these stay."""
-
-    count: int
-    servers: int
-    leaves: int
-    pods: int
-
-    @classmethod
-    def of(cls, cluster: ClusterByKind) -> Units:
-        """Return the smallest units: servers on one switch, leaves, or pods; the whole of unlike servers."""
-        cell = cluster.cells[0]
-        if cell.servers != cluster.servers:
-            return cls(1, cluster.servers, len(cluster.leaves), len(cluster.leaves))
-        if cell.pods > 1:
-            return cls(cell.pods, cell.servers_in_pod, cell.leaves_in_pod, 1)
-        if cell.leaves > 1:
-            return cls(cell.leaves, cell.count, 1, 0)
-        return cls(cell.servers, 1, 0, 0)
+MAX_TRANSFERS = 20_000_000
+"""Most simulated chunk transfers of orbits: about half a minute."""
 
 
 @dataclass(frozen=True)
 class EventOrbits:
     """The event simulation of a plan by kind, equal to that of its list.
 
-    ``late`` is as of `KindClock`. UsageError for paths of an all-to-all, a torus, trees that need more than `MOST_HOPS`
-    hops, and trees that share a link that no rotation moves.
+    ``late`` is as of `KindClock`. UsageError for trees or paths that need more than `MOST_HOPS` hops, or share a link
+    that no rotation moves.
 
     >>> import topoplan
     >>> many = topoplan.cluster_by_kind([topoplan.Server("dgx-h100", count=32)], nic_gbps=400)
     >>> orbits = EventOrbits(topoplan.plan_by_kind(many, "allreduce"))
-    >>> len(orbits.hops.shard), sum(orbits.hops.stands), round(orbits.run(1_000_000).seconds * 1e6, 2)
+    >>> len(orbits.hops.shard), int(orbits.hops.stands.sum()), round(orbits.run(1_000_000).seconds * 1e6, 2)
     (510, 130560, 118.6)
     """
 
@@ -79,9 +68,21 @@ class EventOrbits:
         return KindClock(self.plan).schedule
 
     @cached_property
-    def _built(self) -> tuple[EventHops, list[float]]:
+    def _built(self) -> tuple[EventHops, Floats]:
         late = KindClock(self.plan, self.late).late_of_sample
-        return refined(_RotatedTrees(self.plan, self._schedule.flow, late).columns())
+        flow = self._schedule.flow
+        if self.plan.cluster.network.kind == "torus":
+            # Hops of the templates, not those along their arms.
+            flow = template_flow(self.plan)
+        images = _RotatedImages(self.plan, flow, late, GpuPhases.of(self.plan, flow, late))
+        images.check()
+        if images.phases.count > 1:
+            # The rotation may change the order of chunks that tie, as those of GPUs behind one NIC.
+            with suppress(UsageError):
+                return refined(images.columns())
+            images = _RotatedImages(self.plan, flow, late, GpuPhases.none(self.plan))
+            images.check()
+        return refined(images.columns())
 
     @property
     def hops(self) -> EventHops:
@@ -95,7 +96,7 @@ class EventOrbits:
         schedule = self._schedule
         chunks = chunk_counts(schedule, nbytes, chunk_bytes)
         hops, first = self._built
-        count = sum(chunks[one] * len(passed) for one, passed in zip(hops.shard, hops.passes, strict=True))
+        count = transfers(hops, chunks)
         if count > MAX_TRANSFERS:
             raise UsageError(
                 f"chunk transfers of orbits must be at most {MAX_TRANSFERS}, got {count}; give a smaller buffer or a "
@@ -105,141 +106,228 @@ class EventOrbits:
         return serve(hops, sizes, chunks, first, record=False)
 
 
-class _RotatedTrees:
-    """The hops of the trees whose root is in the first unit."""
+class _Block(NamedTuple):
+    """Hops of images in columns, and their legs, ``lengths`` of each.
 
-    def __init__(self, plan: PlanByKind, flow: Dataflow, late: Mapping[int, float]) -> None:
-        if not all(isinstance(one, KindTemplate) for one in plan.templates):
-            raise UsageError("events of paths and of a torus need the list of its GPUs; leave --events out")
-        self.plan, self.flow, self.late = plan, flow, late
-        self.sample, self.cluster, self.fabric = plan.sample, plan.cluster, plan.fabric
-        self.units = Units.of(self.cluster)
-        self.home = self.sample.servers_of(self.fabric.ranks)
-        self.local = local_numbers(self.home)
-        self.codes: dict[str, int] = {}
+    hop: number in the dataflow of the templates; src, dst: ranks; root: the server of the root, and its GPU there;
+    between: offset of the ends, by units and by ranks in one; tie: what decides ties before ranks do; pattern, mark:
+    what tells routes apart; key, apart: the orbit of each link, and the units from it to the source.
+    """
+
+    hop: Indices
+    stage: Indices
+    src: Indices
+    dst: Indices
+    root: Indices
+    between: Indices
+    tie: Indices
+    pattern: Indices
+    mark: Indices
+    lengths: Indices
+    key: Indices
+    apart: Indices
+
+    def taken(self, rows: Indices) -> _Block:
+        """Return the block of some rows, with their legs."""
+        lengths = self.lengths[rows]
+        begin = (np.cumsum(self.lengths) - self.lengths)[rows] - np.cumsum(lengths) + lengths
+        legs = np.repeat(begin, lengths) + np.arange(lengths.sum())
+        return _Block(*(one[rows] for one in self[:-2]), *(one[legs] for one in self[-2:]))
+
+
+class _RotatedImages:
+    """The hops of the trees and paths whose root is in the first unit."""
+
+    def __init__(
+        self, plan: PlanByKind, flow: Dataflow, late: Mapping[int, float], phases: GpuPhases
+    ) -> None:
+        self.plan, self.flow, self.late, self.cluster = plan, flow, late, plan.cluster
+        self.unit, self.phases = FirstUnit(plan, phases), phases
+        self.units, self.local = self.unit.units, np.array(self.unit.local)
         self.patterns: dict[tuple[object, ...], int] = {}
-        self.servers: dict[tuple[object, ...], dict[int, Indices]] = {}
         self.firsts = np.array([self.cluster.first_rank(one) for one in range(self.cluster.servers)])
-        # Servers in order, but for servers without GPUs.
         counts = np.diff(np.append(self.firsts, self.cluster.size))
-        self.ordinal = np.cumsum(counts > 0) - 1
-        self.gpus, self.with_gpus = int(counts.max()), int((counts > 0).sum())
+        # Servers in order, but for servers without GPUs.
+        self.ordinal, self.gpus = np.cumsum(counts > 0) - 1, int(counts.max())
+        with_gpus = int((counts > 0).sum())
+        torus = self.cluster.network.kind == "torus"
+        self.sides = self.units.sides if torus else (with_gpus,)
+        self.distances = with_gpus * self.gpus
+        self.each_unit = self.cluster.size // self.units.count
         self.hops_of: list[list[int]] = [[] for _ in plan.templates]
         for number, hop in enumerate(self.flow.hops):
             self.hops_of[hop.shard].append(number)
 
-    def _after(self, one: Indices, rank: int, other: Indices, image: int) -> Indices:
-        """Return the distance from ranks of some servers to ranks of others: of servers, then of GPUs in a server."""
-        apart = (self.ordinal[other] - self.ordinal[one]) % self.with_gpus
-        found: Indices = apart * self.gpus + (self.local[image] - self.local[rank]) % self.gpus
+    def _after(self, one: Indices, local: Indices, other: Indices, other_local: Indices) -> Indices:
+        """Return the distances from GPUs of some servers to those of others: of servers, then of GPUs in a server."""
+        apart = ahead(self.sides, self.ordinal[one], self.ordinal[other])
+        return apart * self.gpus + (other_local - local) % self.gpus
+
+    def _turn(self, rank: Indices) -> Indices:
+        """Return unit and phase of ranks: the motion that takes them into the first unit, to GPUs of phase 0."""
+        phases = self.phases.count
+        found: Indices = rank // self.each_unit * phases + rank % self.each_unit % phases
         return found
 
-    def code(self, word: str) -> int:
-        """Return the number of a device's name without its server."""
-        found = self.codes.setdefault(word, len(self.codes))
-        assert found < _CODES, "a sample has few servers"
+    def _inside(self, rank: Indices) -> Indices:
+        """Return the place of ranks in their unit, among those of one phase."""
+        found: Indices = rank % self.each_unit // self.phases.count
         return found
 
-    def _images(self) -> Iterator[tuple[int, int, TemplateImages]]:
-        """Yield template and number of every image with its root in the first unit."""
-        for place, template in enumerate(self.plan.templates):
-            images = self.plan.images(template)
-            assert isinstance(images, TemplateImages), "others are refused above"
-            for number in range(images.count // self.units.count):
-                yield place, number, images
+    def check(self) -> None:
+        """Raise UsageError if there are too many hops, or ranks."""
+        many = sum(self.unit.hops_of(self.plan.templates[one]) for one in self.phases.kept)
+        if many > MOST_HOPS:
+            raise UsageError(
+                f"trees or paths from one of {self.units.count * self.phases.count:,} equal parts of the cluster have "
+                f"{many:,} hops, more than {MOST_HOPS:,}; choose fewer servers, or leave --events out"
+            )
+        if self.plan.collective == ALL_TO_ALL and self.distances > MOST_EXCHANGING:
+            raise UsageError(
+                f"events of an all_to_all must be of at most {MOST_EXCHANGING:,} GPUs, got {self.distances:,}; choose "
+                "fewer servers, or leave --events out"
+            )
 
     def columns(self) -> HopColumns:
-        """Return the hops; UsageError if there are too many, or the rotation changes an order or a link's users."""
-        units, flow, size = self.units, self.flow, self.cluster.size
-        edges = sum(images.edges for _, _, images in self._images())
-        if edges > MOST_HOPS:
-            raise UsageError(
-                f"trees with their root in one of {units.count:,} equal parts of the cluster have {edges:,} hops, more "
-                f"than {MOST_HOPS:,}; choose fewer servers, or leave --events out"
-            )
-        each_unit, last = size // units.count, max(len(one.stages) for one in self.plan.templates)
-        place_of, images_each = self._places()
-        rows: list[tuple[Indices, ...]] = []
-        legs: list[tuple[Indices, Indices]] = []
-        joined: list[Indices] = []
-        members_of: list[tuple[Indices, Indices]] = []
-        total = groups = 0
-        for place, number, images in self._images():
-            members = _Members(self, images, number)
-            begun: dict[int, tuple[int, Indices]] = {}
-            joins: dict[tuple[int, ...], tuple[int, Indices]] = {}
-            for one in self.hops_of[place]:
-                hop = flow.hops[one]
-                stage = self.plan.templates[place].stages[hop.stage]
-                upwards = stage.op == "reduce"
-                child, parent = (hop.src, hop.dst) if upwards else (hop.dst, hop.src)
-                below, above = members.pairs(self.home[child], self.home[parent])
-                src, dst = (below, above) if upwards else (above, below)
-                root = members.of(self.home[stage.root])[:1]
-                source, target = (
-                    self.firsts[at] + self.local[rank] for at, rank in ((src, hop.src), (dst, hop.dst))
-                )
-                offset, inside = (target - source) % size, source % each_unit
-                tie = self._after(src, hop.src, dst, hop.dst) * last + hop.stage
-                tie = tie * self.with_gpus * self.gpus + self._after(above, parent, root, stage.root)
-                ends = (self.home[hop.src], src), (self.home[hop.dst], dst)
-                passed = [members.link(link, ends) for link in hop.links]
-                pattern = self.patterns.setdefault(tuple(code for _, _, code in passed), len(self.patterns))
-                key = np.stack([key for key, _, _ in passed], axis=1)
-                apart = np.stack(
-                    [(source // each_unit - unit) % units.count for _, unit, _ in passed], axis=1
-                )
-                legs.append((key.ravel(), apart.ravel()))
-                whole = np.ones_like(src)
-                last_tie = inside * (len(place_of) * images_each) + place_of[place] * images_each + number
-                rows.append((whole * one, tie, last_tie, inside * size + offset, whole * pattern))
-                group = whole * -1
-                if hop.waits:
-                    if hop.waits not in joins:
-                        starting = np.unique(src)
-                        joins[hop.waits] = groups, starting
-                        for before in hop.waits:
-                            first, arrived = begun[before]
-                            kept = np.flatnonzero(np.isin(arrived, starting))
-                            members_of.append(
-                                (np.searchsorted(starting, arrived[kept]) + groups, first + kept)
-                            )
-                        groups += len(starting)
-                    group = joins[hop.waits][0] + np.searchsorted(joins[hop.waits][1], src)
-                joined.append(group)
-                begun[one] = total, dst
-                total += len(src)
-        return self._joined(_stacked(rows), _stacked(legs), np.concatenate(joined), _stacked(members_of, 2))
+        """Return the hops; UsageError if the rotation changes an order, or does not move a link."""
+        unit, height = self.unit, self.plan.height
+        order_of, images_each = self._orders()
+        blocks: list[_Block] = []
+        last_ties: list[Indices] = []
+        groups: list[Indices] = []
+        waits: list[tuple[Indices, Indices]] = []
+        total = into = 0
+        for place in self.phases.kept:
+            template = self.plan.templates[place]
+            for number in unit.numbers(template):
+                block = self._block(place, unit.members(template, number))
+                if self.plan.collective == ALL_TO_ALL:
+                    block, length, group, waiting = self._paths(template, block)
+                else:
+                    length = 0 * block.hop
+                    group, waiting = _waits([stage.op for stage in template.stages], block)
+                last = self._inside(block.src) * len(order_of) + order_of[place][0]
+                last = (last * height + length) * len(order_of) + order_of[place][1]
+                blocks.append(block)
+                last_ties.append(last * images_each + number)
+                groups.append(np.where(group < 0, -1, group + into))
+                waits.append((waiting[0] + into, waiting[1] + total))
+                into += int(group.max(initial=-1)) + 1
+                total += len(block.hop)
+        whole = _Block(*(np.concatenate(column) for column in zip(*blocks, strict=True)))
+        return self._joined(
+            whole,
+            np.concatenate(last_ties),
+            np.concatenate(groups),
+            [np.concatenate(column) for column in zip(*waits, strict=True)],
+        )
 
-    def _places(self) -> tuple[list[int], int]:
-        """Return the places of templates among shards of one root, in `PlanByKind.listed`, and most images of one."""
+    def _orders(self) -> tuple[list[tuple[int, int]], int]:
+        """Return what orders shards of one root in `PlanByKind.listed`, and most images of a template.
+
+        It is the share of each template, then the length of a path, then the template's place.
+        """
         images = [self.plan.images(template) for template in self.plan.templates]
-        places = list(range(len(images)))
         if self.plan.listed_rotations is None:
-            places = sorted(places, key=lambda place: (-images[place].share_each, place))
-        return [places.index(place) for place in range(len(images))], max(one.count for one in images)
+            shares = sorted({-one.share_each for one in images})
+            orders = [(shares.index(-one.share_each), place) for place, one in enumerate(images)]
+        else:
+            orders = [(0, place) for place in range(len(images))]
+        return orders, max(len(self.unit.numbers(template)) for template in self.plan.templates)
+
+    def _block(self, place: int, members: Members) -> _Block:
+        """Return the hops of one image of a tree, or of all of a path."""
+        home, local, phases = self.unit.home, self.local, self.phases.count
+        sides = (*self.units.sides, phases)
+        last = max(len(one.stages) for one in self.plan.templates)
+        found: list[tuple[Indices, ...]] = []
+        for one in self.hops_of[place]:
+            hop = self.flow.hops[one]
+            stage = self.plan.templates[place].stages[hop.stage]
+            upwards = stage.op == "reduce"
+            child, parent = (hop.src, hop.dst) if upwards else (hop.dst, hop.src)
+            below, above = members.pairs(home[child], home[parent])
+            src, dst = (below, above) if upwards else (above, below)
+            root = members.root(home[stage.root])
+            source, target = (self.firsts[at] + local[rank] for at, rank in ((src, hop.src), (dst, hop.dst)))
+            began, ended = self._turn(source), self._turn(target)
+            between = ahead(sides, began, ended) * (self.each_unit // phases) + self._inside(target)
+            tie = self._after(src, local[hop.src], dst, local[hop.dst]) * last + hop.stage
+            tie = tie * self.distances + self._after(above, local[parent], root, local[stage.root])
+            ends = (home[hop.src], src), (home[hop.dst], dst)
+            passed = [self.unit.link(link, ends, members.thirds) for link in hop.links]
+            turns = tuple(each.turned(int(local[hop.src]), phases) for each in passed)
+            pattern = self.patterns.setdefault(turns, len(self.patterns))
+            whole, mark = np.ones_like(src), 0 * src
+            for each in passed:
+                mark = mark * (len(self.cluster.leaves) + 1) + each.third
+            away = [ahead(sides, each.unit * phases + each.phase, began) for each in passed]
+            found.append(
+                (
+                    whole * one,
+                    whole * hop.stage,
+                    source,
+                    target,
+                    whole * (self.firsts[root] + local[stage.root]),
+                    between,
+                    tie,
+                    whole * pattern,
+                    mark,
+                    whole * len(passed),
+                    np.stack([whole * each.key for each in passed], axis=1).ravel(),
+                    np.stack([whole * each for each in away], axis=1).ravel(),
+                )
+            )
+        return _Block(*(np.concatenate(column) for column in zip(*found, strict=True)))
+
+    def _paths(
+        self, template: AnyTemplate, block: _Block
+    ) -> tuple[_Block, Indices, Indices, tuple[Indices, Indices]]:
+        """Return the hops of all paths, the lengths of the paths, and groups of the hop before each."""
+        rows = path_rows(template, block.src, block.dst)
+        block = block.taken(rows.row)
+        (root, end), server = (block.root, rows.end), self._server
+        far = self._after(
+            server(root), root - self.firsts[server(root)], server(end), end - self.firsts[server(end)]
+        )
+        waiting = np.flatnonzero(rows.before >= 0)
+        group = np.full(len(rows.row), -1)
+        group[waiting] = np.arange(len(waiting))
+        joined = np.arange(len(waiting)), rows.before[waiting]
+        return block._replace(tie=block.tie * self.distances + far), rows.length - 1, group, joined
+
+    def _server(self, rank: Indices) -> Indices:
+        """Return the servers of ranks."""
+        found: Indices = np.searchsorted(self.firsts, rank, side="right") - 1
+        return found
 
     def _joined(
         self,
-        rows: Sequence[Indices],
-        legs: Sequence[Indices],
+        block: _Block,
+        last_tie: Indices,
         group: Indices,
         members: Sequence[Indices],
     ) -> HopColumns:
-        flow, (one, tie, last_tie, pair, pattern), (key, apart) = self.flow, rows, legs
+        flow, one, tie = self.flow, block.hop, block.tie
         order = np.empty(len(one), dtype=np.int64)
         order[np.lexsort((last_tie, tie))] = np.arange(len(one))
-        keys, link = np.unique(key, return_inverse=True)
-        lengths = np.array([len(each.links) for each in flow.hops])[one]
-        start = np.concatenate(([0], np.cumsum(lengths)))
-        hop = np.repeat(np.arange(len(one)), lengths)
+        keys, link = np.unique(block.key, return_inverse=True)
+        start = np.concatenate(([0], np.cumsum(block.lengths)))
+        hop = np.repeat(np.arange(len(one)), block.lengths)
         ties = np.unique(tie, return_inverse=True)[1]
         alike = link * len(ties) + ties[hop]
-        sort = np.argsort(alike)
-        if ((np.diff(alike[sort]) == 0) & (np.diff(apart[sort]) != 0)).any():
+        sort = np.lexsort((order[hop], alike))
+        tied = np.flatnonzero(np.diff(alike[sort]) == 0)
+        before, after = sort[tied], sort[tied + 1]
+        if (block.apart[before] != block.apart[after]).any():
             raise UsageError(
                 "chunks of servers in different leaves tie at a link, in an order that depends on the numbers of the "
                 "leaves; leave --events out"
+            )
+        if (last_tie[hop[before]] == last_tie[hop[after]]).any():
+            raise UsageError(
+                "chunks of several paths between two GPUs tie at a link, in an order that depends on the numbers of "
+                "the servers between them; leave --events out"
             )
         links = flow.fabric.links
         begins = np.concatenate(([0], np.cumsum([len(each.links) for each in flow.hops])))
@@ -247,7 +335,10 @@ class _RotatedTrees:
         sampled = along[begins[one][hop] + np.arange(len(hop)) - start[hop]]
         pace = np.zeros(len(keys))
         pace[link] = np.array([1e-9 / each.bandwidth for each in links])[sampled]
-        route = np.unique(pair * len(self.patterns) + pattern, return_inverse=True)[1]
+        inside = self._inside(block.src) * self.cluster.size + block.between
+        route = np.unique(inside * len(self.patterns) + block.pattern, return_inverse=True)[1]
+        marks, mark = np.unique(block.mark, return_inverse=True)
+        route = np.unique(route * len(marks) + mark, return_inverse=True)[1]
         narrow = np.array([min(links[each].count for each in hop.links) for hop in flow.hops])
         wires = np.zeros(route.max() + 1, dtype=np.int64)
         wires[route] = narrow[one]
@@ -285,127 +376,36 @@ class _RotatedTrees:
             group=group,
             into=members[0],
             member=members[1],
-            images=self.units.count,
+            images=self.units.count * self.phases.count,
         )
 
 
-def _stacked(rows: Sequence[Sequence[Indices]], columns: int = 0) -> list[Indices]:
-    """Return the columns of blocks of rows; ``columns`` if there may be no block."""
-    none = [np.zeros(0, dtype=np.int64)] * columns
-    return [np.concatenate(column) for column in zip(*([none] if columns else []), *rows, strict=True)]
+def _waits(operations: Sequence[str], block: _Block) -> tuple[Indices, tuple[Indices, Indices]]:
+    """Return the group for which each hop of a tree waits, or -1, and the pairs of a group and a hop of it.
 
-
-class _Members:
-    """The servers of one image, by server of the sample, and the links between them as orbits."""
-
-    def __init__(self, trees: _RotatedTrees, images: TemplateImages, number: int) -> None:
-        self.trees = trees
-        sample, cluster, template = trees.sample, trees.cluster, images.template
-        marks = (
-            template.root,
-            template.centre,
-            template.entries,
-            template.pod_entries,
-            template.shifts,
-            number,
-        )
-        if marks not in trees.servers:
-            trees.servers[marks] = {
-                server: np.array(found, dtype=np.int64).reshape(-1, 3)
-                for server, found in images.servers(number).items()
-            }
-        self.listed = trees.servers[marks]
-        of_class = {cell.leaf_class: cell for cell in cluster.cells}
-        self.leaf_of: dict[int, Indices] = {}
-        self.pod_of: dict[int, Indices] = {}
-        for server, found in self.listed.items():
-            rows = found[:, 1:].tolist()
-            known = {
-                (one, leaf): (cluster.leaf_number(one, leaf), cluster.pod_number(*of_class[one].pod(leaf)))
-                for one, leaf in np.unique(found[:, 1:], axis=0).tolist()
-            }
-            both = np.array([known[one, leaf] for one, leaf in rows], dtype=np.int64).reshape(-1, 2)
-            self.leaf_of[server], self.pod_of[server] = both.T
-        self.leaf = np.zeros(cluster.servers, dtype=np.int64)
-        for server, found in self.listed.items():
-            self.leaf[found[:, 0]] = self.leaf_of[server]
-        turned = number // centre_turns(sample, template.root, template.centre)
-        self.third = {
-            leaf_class: cluster.leaf_number(leaf_class, turned // divisor % modulus)
-            for leaf_class, (divisor, modulus) in group_turns(sample, template.stages).items()
-        }
-
-    def of(self, server: int) -> Indices:
-        """Return the servers for which one of the sample stands."""
-        return self.listed[server][:, 0]
-
-    def pairs(self, child: int, parent: int) -> tuple[Indices, Indices]:
-        """Return the servers below and above of all images of an edge, as `TemplateImages.shard` joins them."""
-        sample = self.trees.sample
-        below, above = self.of(child), self.of(parent)
-        if parent == child:
-            return below, above
-        if len(above) == 1:
-            return below, np.repeat(above, len(below))
-        beside = sample.leaf_of(parent) == sample.leaf_of(child)
-        joins = [(self.leaf_of if beside else self.pod_of)[one] for one in (child, parent)]
-        numbers, at = np.unique(joins[1], return_index=True)
-        return below, above[at[np.searchsorted(numbers, joins[0])]]
-
-    def link(self, link: int, ends: _Ends) -> tuple[Indices, Indices, tuple[object, ...]]:
-        """Return the orbits of the images of a link of the sample, their units, and what tells routes apart.
-
-        UsageError if no rotation moves the link.
-        """
-        trees, units = self.trees, self.trees.units
-        own = trees.fabric.links[link]
-        spots = [self._spot(name, ends) for name in (own.src, own.dst)]
-        moved = [unit for _, _, unit, _ in spots if unit is not None]
-        if not moved:
-            if units.count > 1:
-                raise UsageError(
-                    f"trees of all servers share the link {own.src}->{own.dst}, whose events need the list of GPUs; "
-                    "leave --events out"
-                )
-            moved = [ends[0][1] * 0]
-        width = max(units.servers, units.leaves, units.pods)
-        key = ends[0][1] * 0
-        for code, position, _, _ in spots:
-            key = (key * _CODES + code) * width + position
-        between = (moved[-1] - moved[0]) % units.count if len(moved) > 1 else units.count
-        pattern = tuple((code, of) for code, _, _, of in spots)
-        return key * (units.count + 1) + between, moved[0], pattern
-
-    def _spot(self, name: str, ends: _Ends) -> _Spot:
-        """Return where the images of a device of the sample are."""
-        trees, sample, cluster, units = self.trees, self.trees.sample, self.trees.cluster, self.trees.units
-        head, dot, tail = name.partition(".")
-
-        def spot(word: str, number: Indices, each: int, of: int) -> _Spot:
-            if not each:
-                return trees.code(name), 0, None, 0
-            return trees.code(word), number % each, number // each, of
-
-        for of, (server, images) in enumerate(ends):
-            if dot and head == f"s{sample.numbers[server]}":
-                return spot(f".{tail}", images, units.servers, of)
-        for of, (server, images) in enumerate(ends):
-            names = [*sample.switch_names(server, sample.places[server].leaf)]
-            if name in names[:1]:
-                return spot(" leaf", self.leaf[images], units.leaves, of)
-            if name in names[1:]:
-                return spot(" pod", self.leaf[images] // cluster.pod_size, units.pods, of)
-        if name in sample.groups and sample.groups[name][0] in self.third:
-            third = self.third[sample.groups[name][0]]
-            return spot(" leaf", ends[0][1] * 0 + third, units.leaves, -1 - third)
-        return trees.code(name), 0, None, 0
-
-
-_Spot = tuple[int, Indices | int, Indices | None, int]
-"""The code of a device, position and unit of its images (None if it stays), and the end whose server or leaf it is."""
-
-_Ends = tuple[tuple[int, Indices], tuple[int, Indices]]
-"""Source and destination of the images of a hop: the server of the sample, and its images."""
-
-_CODES = 4096
-"""Most names of devices of the sample, those of equal devices of all servers as one."""
+    A hop waits for all that its rank has received before. A gather waits for what the same gather has brought to the
+    rank; else for all that came before the gathers in sequence, which are one exchange.
+    """
+    group, many = np.full(len(block.hop), -1), 0
+    into: list[Indices] = []
+    member: list[Indices] = []
+    for stage, op in enumerate(operations):
+        at = np.flatnonzero(block.stage == stage)
+        if not len(at):
+            continue
+        first = stage
+        while op == "gather" and first and operations[first - 1] == "gather":
+            first -= 1
+        starting, where = np.unique(block.src[at], return_inverse=True)
+        place = np.minimum(np.searchsorted(starting, block.dst), len(starting) - 1)
+        arrived = starting[place] == block.dst
+        own, before = arrived & (block.stage == stage), arrived & (block.stage < first)
+        if op == "gather":
+            before &= np.bincount(place[own], minlength=len(starting))[place] == 0
+        kept = np.flatnonzero(own | before)
+        waiting = np.bincount(place[kept], minlength=len(starting)) > 0
+        group[at] = np.where(waiting[where], where + many, -1)
+        into.append(place[kept] + many)
+        member.append(kept)
+        many += len(starting)
+    return group, (np.concatenate(into), np.concatenate(member))

@@ -77,7 +77,7 @@ def _sums(number: int, at: Indices, values: NDArray[np.uint64]) -> NDArray[np.ui
     return found
 
 
-def refined(hops: HopColumns) -> tuple[EventHops, list[float]]:
+def refined(hops: HopColumns) -> tuple[EventHops, Floats]:
     """Return one hop of each colour, and the second before which it does not start."""
     number = len(hops.shard)
     lengths = np.diff(hops.start)
@@ -108,28 +108,23 @@ def refined(hops: HopColumns) -> tuple[EventHops, list[float]]:
     _, chosen, stands = np.unique(colour, return_index=True, return_counts=True)
     _, links = np.unique(link_colour, return_index=True)
     _, routes = np.unique(route_colour, return_index=True)
-    passes, places = [], []
-    passed, queued_at = link_colour[hops.link].tolist(), at_link.tolist()
-    for one, begin, end in zip(
-        at_route[chosen].tolist(), hops.start[chosen].tolist(), hops.start[chosen + 1].tolist(), strict=True
-    ):
-        passes.append(tuple(passed[begin:end]))
-        places.append((one, *queued_at[begin:end]))
+    lengths = lengths[chosen]
+    kept = np.repeat(hops.start[chosen] - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
     pairs = np.unique(np.stack([group_colour[hops.into], colour[hops.member]], axis=1), axis=0)
-    members: list[list[int]] = [[] for _ in range(group_colour.max() + 1)]
-    for into, member in pairs.tolist():
-        members[into].append(member)
     built = EventHops(
-        shard=hops.shard[chosen].tolist(),
-        alpha=hops.alpha[chosen].tolist(),
-        group=np.where(hops.group < 0, -1, group_colour[hops.group])[chosen].tolist(),
-        members=members,
-        passes=passes,
-        places=places,
-        route=route_colour[hops.route][chosen].tolist(),
-        wires=hops.wires[routes].tolist(),
-        pace=hops.pace[links].tolist(),
-        depth=hops.depth[links].tolist(),
-        stands=(stands * hops.images).tolist(),
+        shard=hops.shard[chosen],
+        alpha=hops.alpha[chosen],
+        group=np.where(hops.group < 0, -1, group_colour[hops.group])[chosen],
+        into=pairs[:, 0].copy(),
+        member=pairs[:, 1].copy(),
+        start=np.concatenate(([0], np.cumsum(lengths))),
+        passes=link_colour[hops.link][kept],
+        places=at_link[kept],
+        route=route_colour[hops.route][chosen],
+        route_places=at_route[chosen],
+        wires=hops.wires[routes],
+        pace=hops.pace[links],
+        depth=hops.depth[links],
+        stands=stands * hops.images,
     )
-    return built, hops.first[chosen].tolist()
+    return built, hops.first[chosen]

@@ -7,7 +7,8 @@ a copy engine or thread block is, and one of the wires of its route from startin
 others move meanwhile. Along a route of several links a chunk cuts through: it is on all of them at once if they are
 free, and waits in front of a busy one. Ties go to the receiver that is next after the sender, by server and then by
 GPU, so that senders behind one switch do not all begin with the same receiver; then to the earlier stage, and to the
-root that is next after the hop's end nearer to it. So the run of a symmetric plan is symmetric
+root that is next after the hop's end nearer to it; of paths from one rank, to the end that is next after it. Servers of
+a torus are next in its last dimension first. So the run of a symmetric plan is symmetric
 (`topoplan.model.event_orbits`). Hops of a channel that starts after the launch wait for its start, and hops of a rank
 that comes late for the rank.
 
@@ -23,13 +24,18 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Topology
+from topoplan.machine.torus import ahead, sides_of_neighbours
 from topoplan.model.closed_form import chunk_counts, pipeline
 from topoplan.model.dataflow import LAUNCH, Dataflow, dataflow, starters
 from topoplan.model.event_engine import EventHops, depths, serve
 from topoplan.plans.loads import flow_rates
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import ALL_TO_ALL, Plan
+from topoplan.plans.shards import path_ends
 from topoplan.plans.structure import rounds
 
 MAX_TRANSFERS = 2_000_000
@@ -121,14 +127,14 @@ def run_events(
         if late:
             raise UsageError("late ranks need a plan without entries, got a sparse one; leave out late")
         return _run_rounds(plan, nbytes, chunk_bytes, headroom)
+    # Each edge is one transfer or more, counted before the dataflow is built.
+    _check_transfers(
+        sum(count * len(stage.edges) for shard, count in plan.shard_counts for stage in shard.stages)
+    )
     flow = dataflow(plan)
     chunks = chunk_counts(pipeline(flow), nbytes, chunk_bytes)
     count = sum(len(hop.links) * chunks[hop.shard] * flow.counts[hop.shard] for hop in flow.hops)
-    if count > MAX_TRANSFERS:
-        raise UsageError(
-            f"chunk transfers must be at most {MAX_TRANSFERS}, got {count}; give fewer GPUs, a smaller buffer or a "
-            "larger chunk size"
-        )
+    _check_transfers(count)
     if flow.images is not None:
         # events need single links, therefore every image
         plan = replace(plan, shards=tuple(plan.shards))
@@ -137,11 +143,16 @@ def run_events(
     sizes = [share * nbytes / k for share, k in zip(flow.shares, chunks, strict=True)]
     servers = _links_in_turn(flow) if headroom is None else _paced(flow, plan, headroom)
     held = dict(late or {})
-    first = [
-        LAUNCH
-        + max(flow.lanes[flow.lane_of_shard[hop.shard]][1], held.get(hop.src, 0.0), held.get(hop.dst, 0.0))
-        for hop in flow.hops
-    ]
+    first = np.array(
+        [
+            LAUNCH
+            + max(
+                flow.lanes[flow.lane_of_shard[hop.shard]][1], held.get(hop.src, 0.0), held.get(hop.dst, 0.0)
+            )
+            for hop in flow.hops
+        ],
+        dtype=np.float64,
+    )
     served = serve(_event_hops(flow, plan, servers), sizes, chunks, first)
     return SimulatedRun(
         seconds=served.seconds,
@@ -161,6 +172,15 @@ def run_events(
         ),
         in_flight=served.in_flight,
     )
+
+
+def _check_transfers(count: int) -> None:
+    """Raise UsageError if so many chunk transfers, or more, take too long."""
+    if count > MAX_TRANSFERS:
+        raise UsageError(
+            f"chunk transfers must be at most {MAX_TRANSFERS}, got {count} or more; give fewer GPUs, a smaller buffer "
+            "or a larger chunk size"
+        )
 
 
 def _run_rounds(plan: Plan, nbytes: int, chunk_bytes: int | None, headroom: float | None) -> SimulatedRun:
@@ -242,38 +262,60 @@ def places_of(servers: Sequence[object]) -> tuple[list[int], list[int], int]:
     return home, local, max(seen)
 
 
+def _sides(topology: Topology, servers: Sequence[str]) -> tuple[int, ...]:
+    """Return the sides of the torus of servers that network links join directly; the number of servers elsewhere."""
+    number = {server: place for place, server in enumerate(dict.fromkeys(servers))}
+    beside: list[set[int]] = [set() for _ in number]
+    for link in topology.links:
+        one, other = (topology.device(name).server for name in (link.src, link.dst))
+        if one != other:
+            if one not in number or other not in number:
+                return (len(number),)
+            beside[number[one]].add(number[other])
+    return sides_of_neighbours([*map(frozenset, beside)]) or (len(number),)
+
+
 def _event_hops(flow: Dataflow, plan: Plan, servers: _LinkServers) -> EventHops:
     """Return the hops of a listed plan; distances of ranks are of servers, then of GPUs in a server."""
     hops, routes = flow.hops, starters(flow)
     servers_of = [flow.fabric.topology.device(name).server for name in flow.fabric.ranks]
     home, local, gpus = places_of(servers_of)
-    many = max(home) + 1
+    sides = _sides(flow.fabric.topology, servers_of)
     groups: dict[tuple[int, ...], int] = {}
+    # Paths of one source differ in their ends alone.
+    ends = [path_ends(shard)[1] for shard in plan.shards] if plan.collective == ALL_TO_ALL else []
 
     def after(one: int, other: int) -> int:
-        return (home[other] - home[one]) % many * gpus + (local[other] - local[one]) % gpus
+        return ahead(sides, home[one], home[other]) * gpus + (local[other] - local[one]) % gpus
 
     def tie(number: int) -> tuple[int, ...]:
         hop = hops[number]
         stage = plan.shards[hop.shard].stages[hop.stage]
         above = hop.dst if stage.op == "reduce" else hop.src
-        return after(hop.src, hop.dst), hop.stage, after(above, stage.root), hop.src, number
+        end = after(stage.root, ends[hop.shard]) if ends else 0
+        return after(hop.src, hop.dst), hop.stage, after(above, stage.root), end, hop.src, number
 
-    order = [0] * len(hops)
-    for place, number in enumerate(sorted(range(len(hops)), key=tie)):
-        order[number] = place
+    order = np.empty(len(hops), dtype=np.int64)
+    order[sorted(range(len(hops)), key=tie)] = np.arange(len(hops))
+    group = [groups.setdefault(hop.waits, len(groups)) if hop.waits else -1 for hop in hops]
+    lengths = [len(passed) for passed in servers.of_hop]
+    pairs = np.array([(into, one) for one_of, into in groups.items() for one in one_of], dtype=np.int64)
+    pairs = pairs.reshape(-1, 2)
     return EventHops(
-        shard=[hop.shard for hop in hops],
-        alpha=[hop.alpha for hop in hops],
-        group=[groups.setdefault(hop.waits, len(groups)) if hop.waits else -1 for hop in hops],
-        members=list(groups),
-        passes=servers.of_hop,
-        places=[(place,) * (1 + len(passed)) for place, passed in zip(order, servers.of_hop, strict=True)],
-        route=routes.route,
-        wires=routes.wires,
-        pace=servers.pace,
-        depth=depths(set(servers.of_hop), len(servers.pace)) or [0] * len(servers.pace),
-        stands=[1] * len(hops),
+        shard=np.array([hop.shard for hop in hops], dtype=np.int64),
+        alpha=np.array([hop.alpha for hop in hops], dtype=np.float64),
+        group=np.array(group, dtype=np.int64),
+        into=pairs[:, 0].copy(),
+        member=pairs[:, 1].copy(),
+        start=np.cumsum([0, *lengths]),
+        passes=np.array([one for passed in servers.of_hop for one in passed], dtype=np.int64),
+        places=np.repeat(order, lengths),
+        route=np.array(routes.route, dtype=np.int64),
+        route_places=order,
+        wires=np.array(routes.wires, dtype=np.int64),
+        pace=np.array(servers.pace, dtype=np.float64),
+        depth=np.array(depths(set(servers.of_hop), len(servers.pace)) or [0] * len(servers.pace)),
+        stands=np.ones(len(hops), dtype=np.int64),
     )
 
 

@@ -100,7 +100,7 @@ def torus_dataflow(plan: PlanByKind) -> tuple[Dataflow, Starters, EarliestStarts
         raise UsageError(
             f"times of a torus must have at most {MOST_HOPS:,} hops along its sides, got {many:,}; choose shorter sides"
         )
-    flow = flow_of(plan.fabric, [_entered_alone(plan, one, home) for one in templates], plan.link_loads())
+    flow = template_flow(plan)
     base: dict[tuple[int, int], list[Hop]] = {}
     for hop in flow.hops:
         base.setdefault((hop.shard, hop.stage), []).append(hop)
@@ -127,6 +127,13 @@ def torus_dataflow(plan: PlanByKind) -> tuple[Dataflow, Starters, EarliestStarts
         followers=tuple(map(tuple, followers)),
     )
     return whole, _starters(plan, whole, copies), _earliest(templates, found, followers)
+
+
+def template_flow(plan: PlanByKind) -> Dataflow:
+    """Return the hops of the templates of a torus: those into server 0 and its neighbours, each once."""
+    home = plan.sample.servers_of(plan.fabric.ranks)
+    templates = [one for one in plan.templates if isinstance(one, TorusTemplate)]
+    return flow_of(plan.fabric, [_entered_alone(plan, one, home) for one in templates], plan.link_loads())
 
 
 def torus_diameter(plan: PlanByKind) -> float:

@@ -126,6 +126,11 @@ class PathImages:
         passed = (groups[device] for edge in stage.edges for device in edge.route if device in groups)
         return [leaf for leaf in dict.fromkeys(passed) if leaf not in own]
 
+    @property
+    def passed(self) -> tuple[list[int], list[tuple[int, int]]]:
+        """The servers of the sample on the path, source and destination first, and the third groups of a dragonfly."""
+        return self._servers, self._groups
+
     @cached_property
     def _digits(self) -> list[tuple[int, int, int]]:
         return radices(self.sample, self._servers, self._groups)

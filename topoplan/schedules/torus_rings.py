@@ -15,9 +15,11 @@ join the same ones, and its rings have two; most such tori are left to the searc
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from math import prod
+
+from topoplan.machine.torus import factorings
 
 MOST_TRIES = 2_000
 """Most exchanges that leave as many cycles as before."""
@@ -39,7 +41,7 @@ def torus_sides(lanes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
         return None
     around = [{v: count for v, count in enumerate(row) if count} for row in lanes]
     every = sum(around[0].values())
-    for sides in _factorings(size):
+    for sides in factorings(size):
         many, left = divmod(every, 2 * len(sides))
         if (
             many
@@ -48,14 +50,6 @@ def torus_sides(lanes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
         ):
             return sides
     return None
-
-
-def _factorings(size: int, least: int = 2) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to write a number as a product of numbers above one, in every order."""
-    yield (size,)
-    for first in range(least, size // 2 + 1):
-        if size % first == 0:
-            yield from ((first, *rest) for rest in _factorings(size // first))
 
 
 def _ahead(sides: Sequence[int], vertex: int, dimension: int, step: int = 1) -> int:

@@ -14,12 +14,14 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 
 import collectives.tables.compiled
 from collectives.tables.compiled import compiled, compiled_by_one
 from tests.support.checkout import ROOT
+from topoplan.private_files import machine_code_folder
 
 LOOPS = """
 from collectives.tables.compiled import compiled, compiled_by_one
@@ -88,15 +90,15 @@ def test_machine_code_that_others_may_write_is_not_loaded(
     def twice(number: int) -> int:
         return 2 * number
 
-    monkeypatch.setattr(collectives.tables.compiled._config, "CACHE_DIR", str(tmp_path))
-    collectives.tables.compiled._cache_folder.cache_clear()
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    machine_code_folder.cache_clear()
     tmp_path.chmod(0o777 if who == "others" else 0o700)
     path = compiled(twice).stats.cache_path  # type: ignore[attr-defined]
     assert (path is None) == (who == "others")
     if who == "others below":
         Path(path).chmod(0o775)
         assert compiled(twice).stats.cache_path is None  # type: ignore[attr-defined]
-    collectives.tables.compiled._cache_folder.cache_clear()
+    machine_code_folder.cache_clear()
 
 
 def test_a_stopped_compiler_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,21 +1,37 @@
-"""Events of plans by kind: those of the list, bit for bit, a star's known answer, late ranks, and what is refused."""
+"""Events of plans by kind: those of the list, bit for bit, known answers, late ranks, and what is refused."""
 
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
 
 import topoplan
-from tests.support.kind_clusters import plan_of_groups, plan_of_three_levels, random_plan
-from topoplan import PlanByKind, Server, UsageError
-from topoplan.model import event_orbits
+from tests.support.kind_clusters import (
+    exchange_of_torus,
+    plan_of_groups,
+    plan_of_three_levels,
+    plan_of_torus,
+    plan_with_equal_gpus,
+    plan_with_stragglers,
+    random_cluster,
+    random_dragonfly,
+    random_plan,
+    random_three_levels,
+)
+from topoplan import InfeasibleError, PlanByKind, Server, UsageError
+from topoplan.model import event_engine, event_orbits
 from topoplan.model.dataflow import LAUNCH, START_UP
 from topoplan.model.event_engine import depths
+from topoplan.model.event_images import Units
 from topoplan.model.event_orbits import EventOrbits
+from topoplan.model.event_phases import GpuPhases
 from topoplan.model.event_simulation import run_events
+from topoplan.model.kind_dataflow import KindClock
 
 
 def plan_of(
@@ -68,6 +84,20 @@ def test_events_are_those_of_the_list(network: str, collective: str) -> None:
     agree(plan_of(servers, collective, **options), (1_000, 100_000_000))
 
 
+@pytest.mark.parametrize("network", ["switch", "shared-nics", "rails", "odd-leaf", "dragonfly"])
+def test_exchanges_have_the_events_of_the_list(network: str) -> None:
+    servers, options = NETWORKS[network]
+    agree(plan_of(servers, "alltoall", **options), (1_000, 100_000_000))
+
+
+@pytest.mark.parametrize("network", ["fat-tree", "three-levels"])
+def test_exchanges_between_equal_leaves_are_refused(network: str) -> None:
+    """Chunks of two leaves tie at the link into a third one, and the list orders them by the numbers of their ranks."""
+    servers, options = NETWORKS[network]
+    with pytest.raises(UsageError, match="chunks of servers in different leaves tie at a link"):
+        EventOrbits(plan_of(servers, "alltoall", **options)).run(1)
+
+
 @pytest.mark.parametrize("which", ["nvswitch", "all"])
 @pytest.mark.parametrize("collective", ["allreduce", "broadcast"])
 def test_events_with_switches_that_add_are_those_of_the_list(which: str, collective: str) -> None:
@@ -106,6 +136,136 @@ def test_random_clusters_have_the_events_of_the_list(make: Any, seed: int) -> No
     )
 
 
+def with_slow_nics(plan: PlanByKind, apart: int) -> PlanByKind:
+    """Return the plan if the first NIC of every so many servers sends at half its rate."""
+    many = plan.cluster
+    out = next(
+        one
+        for one in many.joined([0, 1], [1, 1]).links
+        if one.src == "s0.nic0" and not one.dst.startswith("s0.")
+    )
+    names = [f"s{server}.nic0->{out.dst}" for server in range(0, many.servers, apart)]
+    slow = many.with_faults(slow_links=dict.fromkeys(names, out.bandwidth / 2))
+    return topoplan.plan_by_kind(slow, plan.collective)
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "alltoall"])
+def test_slow_nics_evenly_apart_have_the_events_of_the_list(collective: str) -> None:
+    """Three servers rotate at once, and none if one NIC alone is slow."""
+    plan = with_slow_nics(plan_of(12, collective), 3)
+    agree(plan, (1_000, 100_000_000))
+    assert Units.of(plan) == Units((4,), 3, 0, 0)
+    assert Units.of(with_slow_nics(plan_of(12, collective), 12)).count == 1
+
+
+def phases_of(plan: PlanByKind) -> int:
+    return GpuPhases.of(plan, KindClock(plan).schedule.flow, {}).count
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "alltoall"])
+def test_equal_gpus_of_servers_are_phases(collective: str) -> None:
+    """GPUs with a NIC each rotate; a slow NIC, one NIC for all, or an uplink for all ends that."""
+    plan = plan_of(6, collective, gpus=3)
+    assert phases_of(plan) == 3
+    agree(plan, (1_000, 100_000_000))
+    assert phases_of(with_slow_nics(plan, 3)) == 1
+    assert phases_of(plan_of(6, collective, gpus=3, nics=1)) == 1
+    assert phases_of(plan_of(6, collective, gpus=3, network="fat-tree", leaf_size=2)) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(120))
+def test_random_servers_of_equal_gpus_have_the_events_of_the_list(seed: int) -> None:
+    plan = plan_with_equal_gpus(seed, most=24)
+    if plan is not None:
+        agree(plan, (1_000, 100_000_000))
+
+
+@pytest.mark.thorough
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(240))
+def test_random_stragglers_have_the_events_of_the_list(seed: int) -> None:
+    """Servers of several leaves whose chunks tie at a link are refused."""
+    plan = plan_with_stragglers(seed, most=36)
+    if plan is None:
+        return
+    refusal = ""
+    try:
+        _ = EventOrbits(plan).hops
+    except UsageError as error:
+        refusal = str(error)
+    if refusal:
+        assert refusal.startswith(("chunks of servers in different leaves tie", "trees of all servers share"))
+    else:
+        agree(plan, (1_000, 1_000_000, 300_000_000))
+
+
+@pytest.mark.thorough
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("make", [plan_of_torus, exchange_of_torus])
+def test_random_tori_have_the_events_of_the_list(make: Any, seed: int) -> None:
+    plan = make(seed, most=26)
+    if plan is None:
+        return
+    rng = random.Random(seed)
+    late = {rng.randrange(plan.size): 10 ** rng.uniform(-6, -2)} if seed % 2 else None
+    agree(plan, (1_000, 1_000_000, 300_000_000), late)
+
+
+def torus_plan(sides: tuple[int, ...], collective: str) -> PlanByKind:
+    kind = Server("v100x4", range(2), count=prod(sides))
+    many = topoplan.cluster_by_kind(
+        [kind], nic_gbps=200, nics=2 * len(sides), nic_access="pcie", network="torus", sides=sides
+    )
+    return topoplan.plan_by_kind(many, collective)
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter", "alltoall"])
+@pytest.mark.parametrize("sides", [(5,), (3, 4)])
+def test_a_torus_has_the_events_of_the_list(sides: tuple[int, ...], collective: str) -> None:
+    agree(torus_plan(sides, collective), (1_000, 100_000_000))
+
+
+@pytest.mark.thorough
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("make", [random_cluster, random_dragonfly, random_three_levels])
+def test_random_exchanges_have_the_events_of_the_list(make: Any, seed: int) -> None:
+    """Rails joined by a spine, equal leaves, and several paths of a pair through other servers, are refused."""
+    cluster = make(seed, most=26)
+    if cluster is None:
+        return
+    with suppress(InfeasibleError):
+        plan = topoplan.plan_by_kind(cluster, "alltoall")
+        refusal = ""
+        try:
+            _ = EventOrbits(plan).hops
+        except UsageError as error:
+            refusal = str(error)
+        if refusal:
+            assert refusal.startswith(("trees of all servers share", "chunks of s"))
+        else:
+            agree(plan, (1_000, 1_000_000, 300_000_000))
+
+
+@pytest.mark.parametrize("servers", [5, 1_250])
+def test_time_of_an_exchange_is_that_of_its_bytes(servers: int) -> None:
+    """Each rank sends a block to every other one, first to the next: no NIC ever waits."""
+    plan = plan_of(servers, "alltoall", gpus=1, nic_access="direct", nics=1)
+    seconds = EventOrbits(plan).run(10**9, 10**9).seconds
+    assert seconds == pytest.approx(LAUNCH + START_UP["network"] + (servers - 1) / servers / 50, rel=1e-9)
+
+
+def test_a_translation_of_a_torus_does_not_change_its_orbits() -> None:
+    """Each hop stands for one on every server."""
+    plan = torus_plan((5, 7), "allreduce")
+    hops = EventOrbits(plan).hops
+    assert sum(hops.stands) == 2 * 69 * plan.num_trees
+    assert set(hops.stands) <= {35, 70}
+
+
 @pytest.mark.parametrize("servers", [5, 1_250])
 def test_time_of_a_star_is_that_of_its_bytes(servers: int) -> None:
     """Servers of one GPU that send to all others in turn: all NICs are busy until the end, after one start-up."""
@@ -134,15 +294,29 @@ def test_links_that_all_servers_share_are_refused() -> None:
 def test_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="nbytes must be 1 or more, got 0"):
         EventOrbits(plan_of(2)).run(0)
-    with pytest.raises(UsageError, match="paths and of a torus need the list"):
-        EventOrbits(plan_of(2, "alltoall")).run(1)
-    monkeypatch.setattr(event_orbits, "MOST_HOPS", 99)
-    with pytest.raises(UsageError, match="have 124 hops, more than 99"):
+    monkeypatch.setattr(event_orbits, "MOST_HOPS", 49)
+    with pytest.raises(UsageError, match="32 equal parts of the cluster have 62 hops, more than 49"):
         EventOrbits(plan_of(16)).run(1)
     monkeypatch.undo()
+    monkeypatch.setattr(event_orbits, "MOST_EXCHANGING", 31)
+    with pytest.raises(UsageError, match="must be of at most 31 GPUs, got 32"):
+        EventOrbits(plan_of(16, "alltoall")).run(1)
     monkeypatch.setattr(event_orbits, "MAX_TRANSFERS", 99)
     with pytest.raises(UsageError, match="must be at most 99, got "):
         EventOrbits(plan_of(16)).run(10**10)
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "alltoall"])
+def test_machine_code_and_the_interpreter_run_the_same_events(
+    collective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = [plan_of(4, collective, nics=1), torus_plan((3, 3), collective)]
+    runs: list[list[object]] = []
+    for most in (event_engine.INTERPRETED, -1):
+        monkeypatch.setattr(event_engine, "INTERPRETED", most)
+        runs.append([EventOrbits(plan, {1: 1e-4}).run(10**9) for plan in plans])
+        runs[-1] += [run_events(plan.listed(), nbytes=10**8) for plan in plans]
+    assert runs[0] == runs[1]
 
 
 def test_depth_is_the_longest_chain_before_a_server() -> None:

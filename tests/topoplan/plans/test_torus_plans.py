@@ -16,7 +16,7 @@ import topoplan
 from tests.support.kind_clusters import exchange_of_torus, plan_of_torus
 from tests.topoplan.plans.test_plan_by_kind import agree, refuse_wrong_files
 from topoplan import ClusterByKind, InfeasibleError, PlanByKind, PlanError, Server, UsageError, plan_by_kind
-from topoplan.machine.torus import Torus
+from topoplan.machine.torus import Torus, ahead, sides_of_neighbours
 from topoplan.plans.certificates.torus_lengths import TorusRoute as Route
 from topoplan.plans.certificates.torus_lengths import torus_paths_at_least, torus_tree_at_least
 from topoplan.plans.minimum_trees import cheapest_arborescence
@@ -365,3 +365,19 @@ def test_what_a_torus_by_kind_does_not_plan_is_refused() -> None:
         plan_by_kind(mixed, "all_reduce")
     with pytest.raises(UsageError, match="faults of a torus of servers need the list"):
         torus.with_faults(without_gpus=[3])
+
+
+@pytest.mark.parametrize("sides", [(2,), (5,), (2, 3), (3, 2), (4, 4), (2, 2, 3)])
+def test_sides_follow_from_the_neighbours(sides: tuple[int, ...]) -> None:
+    torus = Torus(sides)
+    offsets = [torus.offset(one) for one in torus.directions]
+    beside = [frozenset(torus.moved(one, offset) for offset in offsets) for one in range(torus.servers)]
+    assert sides_of_neighbours(beside) == sides
+    assert sides_of_neighbours([*beside[:-1], frozenset()]) is None
+
+
+def test_the_distance_ahead_is_the_number_of_the_offset() -> None:
+    torus = Torus((3, 4, 2))
+    for one, other in itertools.product(range(24), repeat=2):
+        assert ahead(torus.sides, one, other) == torus.server(torus.between(one, other))
+    assert ahead((7,), 5, 1) == 3
