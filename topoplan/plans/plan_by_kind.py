@@ -133,7 +133,7 @@ class PlanByKind:
     @property
     def unsupported(self) -> bool:
         """Whether the cluster's devices rule out a plan by kind, see `NOT_BY_KIND`."""
-        return unsupported(self.sample, self.fabric)
+        return unsupported(self.sample, self.fabric, self.collective)
 
     @property
     def sample_root(self) -> int | None:
@@ -540,12 +540,16 @@ class PlanByKind:
         return TemplateImages(self.sample, self.fabric, template)
 
 
-def unsupported(sample: ClusterSample, fabric: Fabric) -> bool:
-    """Return whether devices of a sample rule out a plan by kind, see `NOT_BY_KIND`."""
+def unsupported(sample: ClusterSample, fabric: Fabric, collective: str) -> bool:
+    """Return whether devices of a sample rule out a plan by kind, see `NOT_BY_KIND`.
+
+    Paths of an all-to-all pass switches that copy or add as any others.
+    """
     forwards = any(device.forwards for device in fabric.topology.devices)
     network = sample.cluster.network
     levels = network.kind == "dragonfly" or network.pod_size is not None
     merging = fabric.in_network and (network.kind == "torus" or (levels and sample.cluster.in_network))
+    merging = merging and collective != ALL_TO_ALL
     return forwards or merging or bool(fabric.helpers) or STAGED in fabric.channels
 
 

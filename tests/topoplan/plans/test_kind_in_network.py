@@ -208,7 +208,15 @@ def test_meshes_are_left_to_the_list() -> None:
         plan_mesh_by_kind(servers(200, "nvswitch"), axes)
 
 
-def test_an_exchange_passes_such_switches_as_any() -> None:
-    plan, plain = (plan_by_kind(servers(4, which), "alltoall") for which in ("all", "none"))
+@pytest.mark.parametrize(("gpus", "network"), [
+    (8, {}),
+    (2, {"network": "dragonfly", "group_size": 2, "global_gbps": 100}),
+    (2, {"network": "fat-tree", "leaf_size": 2, "pod_size": 2}),
+    (8, {"network": "torus", "sides": [2, 2], "dimension_nics": [1, 1], "nics": 4}),
+])  # fmt: skip
+def test_an_exchange_passes_such_switches_as_any(gpus: int, network: dict[str, Any]) -> None:
+    plan, plain = (
+        plan_by_kind(servers(4, which, gpus=range(gpus), **network), "alltoall") for which in ("all", "none")
+    )
     report: Verification = verify_by_kind(plan)
     assert report.exact_rate == verify_by_kind(plain).exact_rate == topoplan.verify(plan.listed()).exact_rate
