@@ -162,6 +162,11 @@ class PlanByKind:
         return sum(self.images(template).count for template in self.templates)
 
     @property
+    def num_edges(self) -> int:
+        """Number of edges of all trees, or paths."""
+        return sum(one.count * one.edges for one in map(self.images, self.templates))
+
+    @property
     def height(self) -> int:
         """Edges on the longest root-to-leaf path of any tree."""
         return max(self.template_height(template) for template in self.templates)

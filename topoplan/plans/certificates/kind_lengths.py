@@ -32,8 +32,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
 
 from topoplan.errors import PlanError
 from topoplan.machine.cluster_by_kind import ClusterSample
@@ -116,6 +114,9 @@ def _islands(fabric: Fabric, names: Sequence[str], servers: int) -> NDArray[np.i
 
     Any device of an island reaches any other over links inside the server: a strongly connected component.
     """
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import connected_components
+
     number = {name: place for place, name in enumerate(fabric.nodes)}
     inner = [
         (number[link.src], number[link.dst])
