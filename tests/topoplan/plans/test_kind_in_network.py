@@ -183,6 +183,17 @@ def test_a_server_is_entered_once_for_each_part_that_nvlink_connects() -> None:
     assert (plan.exact_rate(), plan.exact_bound()) == (100, 100)
 
 
+@pytest.mark.thorough
+def test_wrong_claims_are_refused() -> None:
+    plans = [plan for seed in range(60) if (plan := plan_in_network(seed, most=40)) is not None]
+    for plan in plans:
+        for wrong in (1 - 1e-3, 1 + 1e-3):
+            for claim in ({"rate": plan.rate * wrong}, {"bound": plan.bound * wrong}):
+                with pytest.raises(PlanError, match="claims"):
+                    verify_by_kind(replace(plan, **claim))  # type: ignore[arg-type]
+    assert len(plans) > 30
+
+
 def test_claims_without_the_switches_that_add_are_refused() -> None:
     plan = plan_by_kind(servers(200, "all"), "all_reduce")
     value = json.loads(plan.to_json())
