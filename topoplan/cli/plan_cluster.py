@@ -350,6 +350,7 @@ def _survival_lines(book: SurvivalByKind, *, every: bool) -> Iterator[str]:
     whole, size = book.whole, book.whole.size
     planned = [one for one in book.classes if one.plan is not None]
     none = [one for one in book.classes if one.plan is None]
+    lost = sum(one.count for one in none)
     worst = next(((one.first, one.plan) for one in planned if one.plan is not None), None)
     kinds: Counter[str] = Counter()
     for one in book.classes:
@@ -369,7 +370,7 @@ def _survival_lines(book: SurvivalByKind, *, every: bool) -> Iterator[str]:
         ("plans", plans),
         (
             "no plan",
-            f"{sum(one.count for one in none):,} failures, such as that of {none[0].first}; --json says why"
+            f"{lost:,} {'failure' if lost == 1 else 'failures'}, such as that of {none[0].first}; --json says why"
             if none
             else "",
         ),
