@@ -129,7 +129,8 @@ class KindRoutes:
         for part, (distance, _) in zip(parts.parts, self._searched(), strict=True):
             inside = distance[: len(part.ranks), : len(part.ranks)]
             through = found[part.ranks[:, None], part.ranks]
-            found[part.ranks[:, None], part.ranks] = np.where(inside < 0, through, inside)
+            inside = np.where(inside < 0, UNREACHABLE, inside)
+            found[part.ranks[:, None], part.ranks] = np.where(_apart(inside), through, inside)
         np.fill_diagonal(found, UNREACHABLE)
         return found
 
@@ -149,7 +150,7 @@ class KindRoutes:
         return [self._near(tail, head) if near else self._far(tail, head) for tail, head, near in pairs]
 
     def _connected(self, tail: int, head: int) -> bool:
-        """Return whether links of their server lead from one rank to another."""
+        """Return whether a route inside their server leads from one rank to another."""
         server = int(self.parts.servers.of_rank[tail])
         start, state = np.searchsorted(self.parts.parts[server].ranks, (tail, head)).tolist()
         return bool(self._searched()[server][0][start, state] >= 0)
@@ -164,3 +165,13 @@ class KindRoutes:
         start, state = np.searchsorted(part.ranks, (tail, head)).tolist()
         last, links = self._searched()[server][1][start], self.parts.orbits.link_of_arc
         return tuple([int(links[part.arcs[arc]]) for arc in arcs_to(state, last, part.ends)])
+
+
+def _apart(inside: Numbers) -> NDArray[np.bool_]:
+    """Return which ranks of a server have no route inside it to which others, not even through other ranks."""
+    reach = (inside < UNREACHABLE) | np.eye(len(inside), dtype=bool)
+    if reach.all():
+        return ~reach
+    for middle in range(len(reach)):
+        reach |= reach[:, middle, None] & reach[middle]
+    return ~reach
