@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from topoplan.cli.arguments import flag
@@ -43,6 +44,8 @@ from topoplan.machine.fabric import channel_words
 from topoplan.machine.hardware import with_capable
 from topoplan.machine.topology import IN_NETWORK, Topology
 from topoplan.plans.certificates.kind_lengths import IN_TORUS
+from topoplan.plans.kind_templates import ClassCrossings, KindTemplate
+from topoplan.plans.loads import edge_links
 from topoplan.plans.plan import ALL_TO_ALL, ROOTED, check_collective
 from topoplan.plans.plan_by_kind import AnyTemplate, PlanByKind
 from topoplan.plans.shards import bracket_notation
@@ -352,6 +355,7 @@ def _survival_lines(book: SurvivalByKind, *, every: bool) -> Iterator[str]:
     whole, size = book.whole, book.whole.size
     planned = [one for one in book.classes if one.plan is not None]
     none = [one for one in book.classes if one.plan is None]
+    lost = sum(one.count for one in none)
     worst = next(((one.first, one.plan) for one in planned if one.plan is not None), None)
     kinds: Counter[str] = Counter()
     for one in book.classes:
@@ -371,7 +375,7 @@ def _survival_lines(book: SurvivalByKind, *, every: bool) -> Iterator[str]:
         ("plans", plans),
         (
             "no plan",
-            f"{sum(one.count for one in none):,} failures, such as that of {none[0].first}; --json says why"
+            f"{lost:,} {'failure' if lost == 1 else 'failures'}, such as that of {none[0].first}; --json says why"
             if none
             else "",
         ),
@@ -400,17 +404,11 @@ def _survival_lines(book: SurvivalByKind, *, every: bool) -> Iterator[str]:
 class ServerPart:
     """The traffic of one server in a plan by kind.
 
-    ``name`` is that of a server, such as s17. UsageError if the cluster has no such server, or switches that copy or
-    add.
+    ``name`` is that of a server, such as s17. UsageError if the cluster has no such server.
     """
 
     def __init__(self, plan: PlanByKind, name: str) -> None:
         self.plan, self.name, self.server = plan, name, server_number(plan.cluster, name, "--list")
-        if plan.fabric.in_network:
-            raise UsageError(
-                "--list counts what GPUs send to each other, and switches that copy or add send less; leave it out, or "
-                "leave in-network reduction out"
-            )
         if plan.rooted_in_torus:
             raise UsageError(
                 f"--list of a {plan.collective} on a torus would differ from server to server; leave it out, or plan "
@@ -419,29 +417,31 @@ class ServerPart:
         self.cell = plan.cluster.place(self.server).cell
 
     def rows(self) -> list[dict[str, object]]:
-        """Return for each GPU and channel the bytes sent and received for each byte of the buffer, and the peers."""
+        """Return for each GPU and channel the bytes sent and received for each byte of the buffer, and the peers.
+
+        Data crosses a link once for all peers whose routes part, or meet, at a switch that copies or adds.
+        """
         plan, sample = self.plan, self.plan.sample
         ranks = plan.fabric.ranks
         server = sample.servers_of(ranks)
         gpu = [name.split(".", 1)[1] for name in ranks]
+        own = {name for name, one in zip(ranks, server, strict=True) if sample.places[one].cell == self.cell}
         moved: dict[tuple[str, str], list[Fraction]] = {}
-        peers: dict[tuple[str, str], dict[str, None]] = {}
+        peers: dict[tuple[str, str], set[str]] = {}
         for template in plan.templates:
-            images = plan.images(template)
+            for channel, number, load in self._crossed(template):
+                link = plan.fabric.links[number]
+                for way, name in enumerate((link.src, link.dst)):
+                    if name in own:
+                        key = (name.split(".", 1)[1], channel)
+                        each = load / plan.cluster.cells[self.cell].servers
+                        moved.setdefault(key, [Fraction(0)] * 2)[way] += each
             for stage in template.stages:
                 for edge in stage.edges:
-                    times = images.load(edge)
-                    ends = (edge.child, edge.parent) if stage.op == "reduce" else (edge.parent, edge.child)
-                    for way, (own, other) in enumerate((ends, ends[::-1])):
-                        cell = sample.places[server[own]].cell
-                        if cell != self.cell:
-                            continue
-                        key = (gpu[own], edge.channel)
-                        moved.setdefault(key, [Fraction(0)] * 2)[way] += (
-                            times / plan.cluster.cells[cell].servers
-                        )
-                        where = "" if server[own] == server[other] else " of others"
-                        peers.setdefault(key, {}).setdefault(f"{gpu[other]}{where}")
+                    for one, other in ((edge.parent, edge.child), (edge.child, edge.parent)):
+                        if ranks[one] in own:
+                            where = "" if server[one] == server[other] else " of others"
+                            peers.setdefault((gpu[one], edge.channel), set()).add(f"{gpu[other]}{where}")
         return [
             {
                 "gpu": f"{self.name}.{name}",
@@ -452,6 +452,31 @@ class ServerPart:
             }
             for (name, channel), (sent, received) in sorted(moved.items())
         ]
+
+    def _crossed(self, template: AnyTemplate) -> Iterator[tuple[str, int, Fraction]]:
+        """Yield channels, links of the sample, and what all images of the template's edges carry on them."""
+        plan, fabric = self.plan, self.plan.fabric
+        if not isinstance(template, KindTemplate):
+            # Paths, and trees of a torus, pass no switch that copies or adds.
+            images = plan.images(template)
+            for stage in template.stages:
+                for edge in stage.edges:
+                    load = images.load(edge)
+                    yield from ((edge.channel, link, load) for link in edge_links(edge, stage.op, fabric))
+            return
+        for channel in sorted({edge.channel for stage in template.stages for edge in stage.edges}):
+            stages = (
+                replace(stage, edges=tuple(edge for edge in stage.edges if edge.channel == channel))
+                for stage in template.stages
+            )
+            for link, times in self._crossings.of(replace(template, stages=tuple(stages))).items():
+                yield channel, link, template.share * times
+
+    @cached_property
+    def _crossings(self) -> ClassCrossings:
+        """The count of crossings of each link of the sample."""
+        fabric = self.plan.fabric
+        return ClassCrossings(self.plan.sample, fabric, range(len(fabric.links)))
 
     def lines(self) -> Iterator[str]:
         """Yield the server's ranks, and a table of its GPUs."""

@@ -27,7 +27,12 @@ from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology, TopologyLike, as_topology
 from topoplan.model.expected_times import KERNELS, ExpectedTimes, expected_times
 from topoplan.model.schedule_selection import fastest_from
+from topoplan.plans.deferred_plan import DeferredPlan
 from topoplan.plans.plan import Plan, Plans, collective_name
+from topoplan.plans.shards import shard_counts
+
+MAX_FILE_EDGES = 1_000_000
+"""Largest number of tree edges of a plan whose edges a file has one by one: some minutes, and gigabytes of memory."""
 
 MAX_DOT_EDGES = 20_000
 """Largest number of edges that Graphviz can draw in reasonable time."""
@@ -147,8 +152,9 @@ class ExportFormat:
 
     ``of_machine`` also takes the name of one of several servers; it is None if only plans have the format.
     ``choices`` are the options that it supports. ``of_ranges`` writes a file for each range of sizes, None if the
-    format holds one plan. ``many_servers``: it holds a machine of several servers. ``use`` returns lines on how to use
-    the file and how to see that it is used, with ``{file}`` and ``{folder}`` for its place; None without such lines.
+    format holds one plan. ``many_servers``: it holds a machine of several servers. ``of_edges``: it holds the edges of
+    all trees. ``use`` returns lines on how to use the file and how to see that it is used, with ``{file}`` and
+    ``{folder}`` for its place; None without such lines.
     """
 
     line: str
@@ -157,6 +163,7 @@ class ExportFormat:
     choices: tuple[str, ...] = ()
     of_ranges: Callable[[Plans, Choices], Exported] | None = None
     many_servers: bool = False
+    of_edges: bool = False
     use: Callable[[Choices], tuple[str, ...]] | None = None
 
 
@@ -249,6 +256,7 @@ FORMATS = {
         execution_plan,
         ("size", "max_blocks", "chunks", "protocol"),
         execution_plans,
+        of_edges=True,
         use=lambda _: _USE_MSCCLPP,
     ),
     "msccl-xml": ExportFormat(
@@ -256,6 +264,7 @@ FORMATS = {
         None,
         msccl_algorithm,
         ("size", "max_blocks", "chunks", "runtime"),
+        of_edges=True,
         use=lambda choices: _USE_MSCCL[choices.runtime or "msccl"],
     ),
     "chakra": ExportFormat(
@@ -263,6 +272,7 @@ FORMATS = {
         None,
         chakra_traces,
         ("size", "chunk"),
+        of_edges=True,
     ),
     "jaccl": ExportFormat(
         "device file of JACCL (MLX): which device of each rank leads to which other, for servers joined by cables",
@@ -271,7 +281,9 @@ FORMATS = {
         many_servers=True,
         use=lambda _: ("to use it: export MLX_IBV_DEVICES={file} on every rank",),
     ),
-    "dot": ExportFormat("the trees of a plan as a graph of Graphviz", None, lambda plan, _: plan_dot(plan)),
+    "dot": ExportFormat(
+        "the trees of a plan as a graph of Graphviz", None, lambda plan, _: plan_dot(plan), of_edges=True
+    ),
 }
 """Every format by its name."""
 
@@ -299,6 +311,12 @@ def export_plan(plan: Plans, to: str, choices: Choices = DEFAULT_CHOICES) -> Exp
     for field in fields(choices):
         if getattr(choices, field.name) is not None and field.name not in found.choices:
             raise UsageError(f"--{field.name.replace('_', '-')} does not go with {to}; leave it out")
+    edges = max(map(_edges, plan.plans)) if found.of_edges else 0
+    if edges > MAX_FILE_EDGES:
+        raise UsageError(
+            f"a plan must have at most {MAX_FILE_EDGES:,} edges of trees for {to}, got {edges:,} of "
+            f"{len(plan.ranks):,} GPUs; plan fewer servers"
+        )
     helped = next((one for one in plan.plans if one.helpers), None)
     if helped is not None and to != "dot":
         raise UsageError(
@@ -319,6 +337,15 @@ def export_plan(plan: Plans, to: str, choices: Choices = DEFAULT_CHOICES) -> Exp
             "plan for one server"
         )
     return found.of_plan(chosen, choices)
+
+
+def _edges(plan: Plan) -> int:
+    """Return the number of edges of all trees of a plan, which is not listed for that."""
+    if isinstance(plan, DeferredPlan):
+        return plan.by_kind.num_edges
+    return sum(
+        times * sum(len(stage.edges) for stage in shard.stages) for shard, times in shard_counts(plan.shards)
+    )
 
 
 def how_to_use(

@@ -153,7 +153,7 @@ class PlanByKind:
     @property
     def unsupported(self) -> bool:
         """Whether the cluster's devices rule out a plan by kind, see `NOT_BY_KIND`."""
-        return unsupported(self.sample, self.fabric)
+        return unsupported(self.sample, self.fabric, self.collective)
 
     @property
     def sample_root(self) -> int | None:
@@ -182,6 +182,11 @@ class PlanByKind:
     def num_trees(self) -> int:
         """Number of trees, or of paths: the images of all templates."""
         return sum(self.images(template).count for template in self.templates)
+
+    @property
+    def num_edges(self) -> int:
+        """Number of edges of all trees, or paths."""
+        return sum(one.count * one.edges for one in map(self.images, self.templates))
 
     @property
     def height(self) -> int:
@@ -628,12 +633,16 @@ class PlanByKind:
         return TemplateImages(self.sample, self.fabric, template)
 
 
-def unsupported(sample: ClusterSample, fabric: Fabric) -> bool:
-    """Return whether devices of a sample rule out a plan by kind, see `NOT_BY_KIND`."""
+def unsupported(sample: ClusterSample, fabric: Fabric, collective: str) -> bool:
+    """Return whether devices of a sample rule out a plan by kind, see `NOT_BY_KIND`.
+
+    Paths of an all-to-all pass switches that copy or add as any others.
+    """
     forwards = any(device.forwards for device in fabric.topology.devices)
     network = sample.cluster.network
     levels = network.kind == "dragonfly" or network.pod_size is not None
     merging = fabric.in_network and (network.kind == "torus" or (levels and sample.cluster.in_network))
+    merging = merging and collective != ALL_TO_ALL
     return forwards or merging or bool(fabric.helpers) or STAGED in fabric.channels
 
 

@@ -165,6 +165,14 @@ def test_parts_after_faults_are_rows_of_the_listed_form(collective: str, network
     assert same_rows(plan, range(plan.size), plan.size * 1000, 700) > 0
 
 
+@pytest.mark.parametrize("collective", ["allreduce", "allgather"])
+def test_parts_of_a_server_without_nvlink_are_rows_of_the_listed_form(collective: str) -> None:
+    cluster = cluster_by_kind([Server("dgx-h100", range(3), count=3)], nic_gbps=400, nic_access="direct")
+    cluster = cluster.with_faults(without_links=["s1.gpu0-s1.nvswitch0"])
+    plan = plan_by_kind(cluster, collective, channels="nvlink+network")
+    assert same_rows(plan, range(plan.size), plan.size * 1000, 700) > 0
+
+
 TREE = {"network": "fat-tree", "leaf_size": 16, "oversubscription": 2}
 
 

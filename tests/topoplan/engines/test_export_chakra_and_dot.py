@@ -14,6 +14,7 @@ from topoplan import Plan, UsageError
 from topoplan.engines.exported import Choices
 from topoplan.engines.registry import export_plan
 from topoplan.model.event_simulation import run_events
+from topoplan.plans.deferred_plan import DeferredPlan
 from topoplan.plans.shards import Shard
 
 Fields = dict[int, list[int | bytes]]
@@ -207,3 +208,16 @@ def test_what_graphviz_could_not_draw_is_refused() -> None:
     plan = topoplan.plan(topoplan.nvswitch_cluster(16, gpus=8))
     with pytest.raises(UsageError, match="cannot be drawn"):
         export_plan(plan, "dot")
+
+
+@pytest.mark.parametrize("to", ["mscclpp", "msccl-xml", "chakra", "dot"])
+def test_plans_of_too_many_edges_are_refused_before_they_are_listed(to: str) -> None:
+    servers = [topoplan.Server("dgx-h100", count=12_500)]
+    many = topoplan.cluster_by_kind(servers, nic_gbps=400, nic_access="direct").with_in_network("all")
+    plan = DeferredPlan(topoplan.plan_by_kind(many, "all_reduce"))
+    # 200,000 pairs of trees with 99,999 edges each.
+    with pytest.raises(
+        UsageError, match=f"at most 1,000,000 edges of trees for {to}, got 39,999,600,000 of 100,000"
+    ):
+        export_plan(plan, to)
+    assert "_listed" not in plan.__dict__

@@ -148,6 +148,52 @@ def test_wrong_files_are_refused() -> None:
     assert refused_of_changed(plans, changed_switches, rng, 400, lambda read, _: steiner_bound(read)) > 100
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter", "broadcast"])
+@pytest.mark.parametrize("fault", [
+    {"without_devices": ["s0.nvswitch0"]},
+    {"without_links": ["s0.gpu0-s0.nvswitch0"]},
+    {"without_links": ["s3.gpu1-s3.nvswitch0"], "without_devices": ["s0.nvswitch0"]},
+])  # fmt: skip
+@pytest.mark.parametrize(("which", "network"), [
+    ("none", {}), ("nvswitch", {}), ("all", {}), ("all", {"network": "fat-tree", "leaf_size": 2}),
+])  # fmt: skip
+def test_servers_without_nvlink_are_planned_over_the_network(
+    which: str, network: dict[str, Any], fault: dict[str, Any], collective: str
+) -> None:
+    cluster = servers(4, which, gpus=range(4), **network).with_faults(**fault)
+    root = 6 if collective == "broadcast" else None
+    plan = plan_by_kind(cluster, collective, root=root, channels="nvlink+network")
+    agree(plan)
+    listed = topoplan.plan(cluster.listed(), collective, root=root, channels="nvlink+network", time_limit=20)
+    assert plan.bound >= listed.rate * (1 - 1e-9)
+    if collective != "allreduce":
+        # The sums of an allreduce enter and leave a server by one GPU, or by each of its GPUs.
+        assert plan.rate == pytest.approx(listed.bound)
+
+
+def test_a_server_is_entered_once_for_each_part_that_nvlink_connects() -> None:
+    # GPU 0 and the other three have two NICs of 50 GB/s each in common: 400 GB/s, of which each byte takes two shares.
+    left = servers(400, "all", gpus=range(4)).with_faults(without_links=["s0.gpu0-s0.nvswitch0"])
+    plan = plan_by_kind(left, "allreduce", channels="nvlink+network")
+    assert (plan.exact_rate(), plan.exact_bound()) == (200, 200)
+    # Without NVLink every GPU receives each byte over the network.
+    left = servers(400, "all", gpus=range(4)).with_faults(without_devices=["s0.nvswitch0"])
+    plan = plan_by_kind(left, "allreduce", channels="nvlink+network")
+    assert (plan.exact_rate(), plan.exact_bound()) == (100, 100)
+
+
+@pytest.mark.thorough
+def test_wrong_claims_are_refused() -> None:
+    plans = [plan for seed in range(60) if (plan := plan_in_network(seed, most=40)) is not None]
+    for plan in plans:
+        for wrong in (1 - 1e-3, 1 + 1e-3):
+            for claim in ({"rate": plan.rate * wrong}, {"bound": plan.bound * wrong}):
+                with pytest.raises(PlanError, match="claims"):
+                    verify_by_kind(replace(plan, **claim))  # type: ignore[arg-type]
+    assert len(plans) > 30
+
+
 def test_claims_without_the_switches_that_add_are_refused() -> None:
     plan = plan_by_kind(servers(200, "all"), "all_reduce")
     value = json.loads(plan.to_json())
@@ -208,7 +254,15 @@ def test_meshes_are_left_to_the_list() -> None:
         plan_mesh_by_kind(servers(200, "nvswitch"), axes)
 
 
-def test_an_exchange_passes_such_switches_as_any() -> None:
-    plan, plain = (plan_by_kind(servers(4, which), "alltoall") for which in ("all", "none"))
+@pytest.mark.parametrize(("gpus", "network"), [
+    (8, {}),
+    (2, {"network": "dragonfly", "group_size": 2, "global_gbps": 100}),
+    (2, {"network": "fat-tree", "leaf_size": 2, "pod_size": 2}),
+    (8, {"network": "torus", "sides": [2, 2], "dimension_nics": [1, 1], "nics": 4}),
+])  # fmt: skip
+def test_an_exchange_passes_such_switches_as_any(gpus: int, network: dict[str, Any]) -> None:
+    plan, plain = (
+        plan_by_kind(servers(4, which, gpus=range(gpus), **network), "alltoall") for which in ("all", "none")
+    )
     report: Verification = verify_by_kind(plan)
     assert report.exact_rate == verify_by_kind(plain).exact_rate == topoplan.verify(plan.listed()).exact_rate

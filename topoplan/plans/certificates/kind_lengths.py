@@ -9,8 +9,10 @@ is in and u is not. A tree that reaches every rank enters each set without its r
 is at least as long as the sum of z over the sets that it enters; so the tree's length is at least the sum of z over all
 sets without the root. Four more sets are without the root: all ranks but those of its pod, its leaf, its server, and
 but itself. The numbers are chosen greedily: first z of the GPUs, as large as the nearest other rank allows, then of the
-servers, of the leaves, of the pods, and of the four. All are equal inside a cell, and the sample has every relation of
-two ranks. In a torus L is that of `topoplan.plans.certificates.torus_lengths`.
+servers, of the leaves, of the pods, and of the four. If links inside a server do not connect its ranks, each of its
+*islands* is a set too, chosen before the servers, and all ranks but those of the root's island are one before the four.
+All are equal inside a cell, and the sample has every relation of two ranks. In a torus L is that of
+`topoplan.plans.certificates.torus_lengths`.
 
 Switches that copy (in trees that lead down) or add (in trees that lead up) may be inner vertices of a tree. Then D is
 between ranks and such switches, and u and v are any of both. A switch of a server is in the set of the server, one of a
@@ -48,7 +50,8 @@ class SampleDistances:
 
     ``table``, of shape (V, V), is in whole numbers, -1 if no route exists: of the ranks, and then of switches that are
     inner vertices of trees. ``server``, ``leaf`` and ``pod`` give for each its server, leaf and pod in the sample, and
-    ``weight`` for each rank the number of ranks of the cluster for each such rank of it.
+    ``weight`` for each rank the number of ranks of the cluster for each such rank of it. ``island`` gives the part of
+    the server that links inside it connect; None if that is the whole server for all.
     """
 
     table: NDArray[Any]
@@ -56,6 +59,7 @@ class SampleDistances:
     leaf: NDArray[np.int64]
     pod: NDArray[np.int64]
     weight: tuple[Fraction, ...]
+    island: NDArray[np.int64] | None = None
 
 
 def sample_distances(
@@ -96,8 +100,35 @@ def sample_distances(
         for labels, label in zip((server, leaf, pod), row, strict=True):
             labels.append(label)
     return SampleDistances(
-        reach[np.ix_(vertex, vertex)], np.array(server), np.array(leaf), np.array(pod), weight
+        reach[np.ix_(vertex, vertex)],
+        np.array(server),
+        np.array(leaf),
+        np.array(pod),
+        weight,
+        _islands(fabric, [fabric.nodes[nodes[state]] for state in states], len(places)),
     )
+
+
+def _islands(fabric: Fabric, names: Sequence[str], servers: int) -> NDArray[np.int64] | None:
+    """Return for each device the number of its island, None if the ranks of ``servers`` servers have no more islands.
+
+    Any device of an island reaches any other over links inside the server: a strongly connected component.
+    """
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import connected_components
+
+    number = {name: place for place, name in enumerate(fabric.nodes)}
+    inner = [
+        (number[link.src], number[link.dst])
+        for link in fabric.links
+        if "." in link.src and link.src.split(".")[0] == link.dst.split(".")[0]
+    ]
+    tails, heads = np.array(inner, dtype=np.int64).reshape(-1, 2).T
+    graph = csr_array((np.ones(len(tails)), (tails, heads)), shape=(len(number), len(number)))
+    island = connected_components(graph, connection="strong")[1]
+    if len({int(island[number[name]]) for name in fabric.ranks}) <= servers:
+        return None
+    return np.array([int(island[number[name]]) for name in names])
 
 
 def _tree_at_least(
@@ -125,11 +156,11 @@ def _tree_at_least(
         left = left.astype(np.int64)
     chain, beyond = np.zeros(size, dtype=left.dtype), np.zeros(size, dtype=left.dtype)
     total = Fraction(0)
-    labels = (np.arange(size), found.server, found.leaf, found.pod)
+    inside = [found.server] if found.island is None else [found.island, found.server]
+    labels = (np.arange(size), *inside, found.leaf, found.pod)
+    every = (found.weight, *(found.weight for _ in inside), leaves_of, pods_of)
     scale = 1
-    for level, (label, weights) in enumerate(
-        zip(labels, (found.weight, found.weight, leaves_of, pods_of), strict=True)
-    ):
+    for level, (label, weights) in enumerate(zip(labels, every, strict=True)):
         if level == 1 and size > ranks:
             scale, step, left = _less_at_hubs(left, found.server, ranks)
             chain, total = chain * scale + step, total * scale
@@ -139,7 +170,7 @@ def _tree_at_least(
         first, step, left = _less_entered(left, label, ranks)
         total += sum((int(step[one]) * weights[one] for one in first.tolist()), Fraction(0))
         chain = chain + step
-    # The four sets of a root are entered from it alone: rows and columns change places.
+    # The sets of a root are entered from it alone: rows and columns change places.
     left = left.T
     for label in reversed(labels):
         _, step, left = _less_entered(left, label, ranks)

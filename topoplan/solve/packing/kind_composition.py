@@ -92,8 +92,9 @@ class KindPacking(TreeProgram):
 
     @cached_property
     def stars(self) -> KindStars:
-        """The search for trees between servers; InfeasibleError if links inside a server do not connect its ranks."""
-        self.servers.check()
+        """The search for trees between servers."""
+        if len(self.servers.names) < 2:
+            self.servers.check()
         return KindStars(self.sample, self.servers)
 
     @cached_property
@@ -278,10 +279,9 @@ def plan_by_kind(
     UsageError
         An unknown collective, or a root that does not exist or fits no collective with one.
     InfeasibleError
-        Links do not connect the GPUs; devices add, copy or forward data of other servers. For trees also: links inside
-        a server do not connect its GPUs, or a server reaches another only through a third, but in a torus. A torus has
-        servers that differ, or for a broadcast or reduce other servers than hosts of one GPU with ports of their own.
-        Plan the listed cluster instead.
+        Links do not connect the GPUs; devices add, copy or forward data of other servers. For trees also: a server
+        reaches another only through a third, but in a torus. A torus has servers that differ, or for a broadcast or
+        reduce other servers than hosts of one GPU with ports of their own. Plan the listed cluster instead.
 
     See Also
     --------

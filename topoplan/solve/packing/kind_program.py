@@ -136,7 +136,7 @@ class KindProgram(ABC, Generic[Column]):
         self.fabric = usable_fabric(
             self.sample.topology.settled(), channels=channels, collective=collective, root=first
         )
-        if unsupported(self.sample, self.fabric):
+        if unsupported(self.sample, self.fabric, collective):
             raise InfeasibleError(NOT_BY_KIND)
         self.servers = FabricServers(self.fabric)
         self.members: list[list[int]] = [each.tolist() for each in self.servers.members]

@@ -77,7 +77,7 @@ class RouteParts:
 class KindRoutes:
     """Shortest routes under lengths of the links, 0 or more and far below `UNREACHABLE`.
 
-    Routes between ranks of one server stay in it.
+    Routes between ranks of one server stay in it if its links connect them, and pass switches of the network if not.
     """
 
     parts: RouteParts
@@ -128,7 +128,9 @@ class KindRoutes:
             found[:, heads] = np.minimum(found[:, heads], reach[:, middle, None] + back[middle, heads])
         for part, (distance, _) in zip(parts.parts, self._searched(), strict=True):
             inside = distance[: len(part.ranks), : len(part.ranks)]
-            found[part.ranks[:, None], part.ranks] = np.where(inside < 0, UNREACHABLE, inside)
+            through = found[part.ranks[:, None], part.ranks]
+            inside = np.where(inside < 0, UNREACHABLE, inside)
+            found[part.ranks[:, None], part.ranks] = np.where(_apart(inside), through, inside)
         np.fill_diagonal(found, UNREACHABLE)
         return found
 
@@ -136,13 +138,22 @@ class KindRoutes:
         """Return the links of the route between each two ranks, as numbers of the fabric's links."""
         servers, orbits = self.parts.servers, self.parts.orbits
         same = servers.same[np.array(tails), np.array(heads)].tolist()
-        pairs = list(zip(tails, heads, same, strict=True))
+        pairs = [
+            (tail, head, one and self._connected(tail, head))
+            for tail, head, one in zip(tails, heads, same, strict=True)
+        ]
         missing = sorted({tail for tail, _, near in pairs if not near} - self._across.keys())
         if missing:
             lengths = self.lengths[orbits.link_of_arc]
             last = orbits.search(lengths, np.array(missing))[1]
             self._across.update(zip(missing, last.tolist(), strict=True))
         return [self._near(tail, head) if near else self._far(tail, head) for tail, head, near in pairs]
+
+    def _connected(self, tail: int, head: int) -> bool:
+        """Return whether a route inside their server leads from one rank to another."""
+        server = int(self.parts.servers.of_rank[tail])
+        start, state = np.searchsorted(self.parts.parts[server].ranks, (tail, head)).tolist()
+        return bool(self._searched()[server][0][start, state] >= 0)
 
     def _far(self, tail: int, head: int) -> tuple[int, ...]:
         graph = self.parts.orbits.fabric.route_graph
@@ -154,3 +165,13 @@ class KindRoutes:
         start, state = np.searchsorted(part.ranks, (tail, head)).tolist()
         last, links = self._searched()[server][1][start], self.parts.orbits.link_of_arc
         return tuple([int(links[part.arcs[arc]]) for arc in arcs_to(state, last, part.ends)])
+
+
+def _apart(inside: Numbers) -> NDArray[np.bool_]:
+    """Return which ranks of a server have no route inside it to which others, not even through other ranks."""
+    reach = (inside < UNREACHABLE) | np.eye(len(inside), dtype=bool)
+    if reach.all():
+        return ~reach
+    for middle in range(len(reach)):
+        reach |= reach[:, middle, None] & reach[middle]
+    return ~reach

@@ -175,6 +175,7 @@ class NetworkStars:
     stars: KindStars
     routes: KindRoutes
     order: Sequence[str]
+    _counted: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     @cached_property
     def switches(self) -> dict[str, int]:
@@ -283,19 +284,22 @@ class NetworkStars:
         place = self._place
         up = self._up(root, gateway, top)
         total = sum(int(self._costs[place[a], place[b]]) for a, b in pairwise(up))
-        template = Star(self.stars.alone(root), Join(0, (), ())).template(self.sample)
-        groups = leaf_groups(self.sample, template)
-        seen: set[int] = set()
-        for server in self.stars.stands(self.stars.alone(root)):
-            last = self._leaf_switch(server)
-            if last is None or last in up or last in seen:
-                continue
-            seen.add(last)
-            cell = self.sample.cluster.cells[self.sample.places[server].cell]
-            total += groups.size(cell, self.sample.leaf_of(server)[1]) * int(
-                self._costs[place[top], place[last]]
-            )
+        for last, leaves in self._leaf_counts(root):
+            if last not in up:
+                total += leaves * int(self._costs[place[top], place[last]])
         return total
+
+    def _leaf_counts(self, root: int) -> list[tuple[int, int]]:
+        """Return the switch of each leaf that a tree from a root reaches, and for how many leaves it stands."""
+        if root not in self._counted:
+            roles, found = self.stars.alone(root), dict[int, int]()
+            groups = leaf_groups(self.sample, Star(roles, Join(0, (), ())).template(self.sample))
+            for server in self.stars.stands(roles):
+                last, place = self._leaf_switch(server), self.sample.places[server]
+                if last is not None and last not in found:
+                    found[last] = groups.size(self.sample.cluster.cells[place.cell], place.leaf)
+            self._counted[root] = list(found.items())
+        return self._counted[root]
 
     @property
     def _place(self) -> dict[int, int]:
