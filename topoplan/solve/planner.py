@@ -36,7 +36,7 @@ from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, TREES, Plan
 from topoplan.plans.shards import Shard
 from topoplan.solve.cuts_and_partitions import best_bound, bounded_plan, equivalent_ranks, quick_bound
 from topoplan.solve.packing.packing_program import Packing, TreeColumn
-from topoplan.solve.search_control import SEARCH_UNFINISHED, Deadline, time_limit_note
+from topoplan.solve.search_control import Deadline
 from topoplan.units import parse_size
 
 if TYPE_CHECKING:
@@ -314,8 +314,8 @@ def _with_stop(made: Plan, deadline: Deadline) -> Plan:
     """Return the plan with a note first if the deadline cut its search short, and no search has said so."""
     if not deadline.cut or any(kind_of(note) == "stopped" for note in made.notes):
         return made
-    undone = time_limit_note(made.rate, made.bound) if made.gap > 0 else SEARCH_UNFINISHED
-    return replace(made, notes=(deadline.note(undone), *made.notes))
+    note = deadline.note(made.rate if made.gap > 0 else made.bound, made.bound)
+    return replace(made, notes=(note, *made.notes))
 
 
 def lower_trees(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +26,6 @@ class RandomStream:
     def whole(self, count: int, below: int) -> NDArray[np.int64]:
         """(count,) int64 in [0, below)."""
         return (self._bits.random_raw(count) % np.uint64(below)).astype(np.int64)
-
-
-SEARCH_UNFINISHED = "lower or fewer trees of this rate were not looked for to the end"
-"""Work that a search left unfinished after it had reached the optimal rate in time."""
 
 
 class Deadline:
@@ -56,16 +53,22 @@ class Deadline:
         self.cut = self.cut or self.left == 0
         return self.cut
 
-    def note(self, what: str) -> Note:
-        """Return the note of kind "stopped" of a plan whose search was cut short."""
+    def note(self, rate: Fraction | float, bound: Fraction | float) -> Note:
+        """Return the note of kind "stopped" of a plan whose search was cut short at a rate, of one that may be lower."""
+        if rate < bound:
+            return self._note(
+                f"the rate is {1 - float(rate / bound):.2%} below the bound, and more time may raise it"
+            )
+        return self._note("lower or fewer trees of this rate were not looked for to the end")
+
+    def note_of_height(self) -> Note:
+        """Return that note of a plan whose trees have a height that was asked for."""
+        return self._note("a higher rate at this height was not looked for to the end")
+
+    def _note(self, what: str) -> Note:
         return Note(f"stopped after {self.limit:.4g} s: {what}", "stopped")
 
 
 def deadline_of(limit: float | Deadline | None) -> Deadline:
     """Return a deadline as it is, or a new one ``limit`` seconds from now."""
     return limit if isinstance(limit, Deadline) else Deadline(limit)
-
-
-def time_limit_note(rate: float, bound: float) -> str:
-    """Return the note on a rate below the bound at the end of a search."""
-    return f"the rate is {1 - rate / bound:.2%} below the bound, and more time may raise it"

@@ -36,7 +36,7 @@ from topoplan.solve.packing.column_generation import ColumnGeneration
 from topoplan.solve.packing.demand_paths import fill_cut
 from topoplan.solve.packing.flow_packing import FlowPacking, FlowPricing, path_shards
 from topoplan.solve.packing.packing_program import TreeColumn, length_of
-from topoplan.solve.search_control import SEARCH_UNFINISHED, Deadline, time_limit_note
+from topoplan.solve.search_control import Deadline
 from topoplan.solve.symmetry.symmetry_search import find_symmetry
 
 Matrix = Sequence[Sequence[float]]
@@ -208,8 +208,7 @@ def _optimal_plan(exchange: _Exchange, deadline: Deadline, progress: Callable[[s
     elif not deadline.cut:
         notes = _height_notes(tallest)
     if deadline.cut:
-        rate = float(generation.value / packing.scale)
-        notes = (deadline.note(time_limit_note(rate, float(bound)) if rate < bound else SEARCH_UNFINISHED),)
+        notes = (deadline.note(generation.value / packing.scale, bound),)
     return exchange.plan(packing.shards(generation.weights()), certificate, "exact", notes)
 
 
@@ -236,7 +235,7 @@ def _lower_plan(
     best = "the best found" if deadline.cut else "the best"
     notes = [Note(f"paths of height {height} at most, as asked; {best} of that height", "height asked")]
     if deadline.cut:
-        notes.append(deadline.note(SEARCH_UNFINISHED))
+        notes.append(deadline.note_of_height())
     made = exchange.plan(packing.shards(generation.weights()), certificate, "exact", notes)
     return made if made.gap else replace(made, notes=())
 

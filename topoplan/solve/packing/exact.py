@@ -46,11 +46,9 @@ from topoplan.solve.packing.packing_program import (
 )
 from topoplan.solve.route_table import DirectLinks, SparseCosts
 from topoplan.solve.search_control import (
-    SEARCH_UNFINISHED,
     Deadline,
     RandomStream,
     deadline_of,
-    time_limit_note,
 )
 
 FIRST_HEIGHTS = 3
@@ -139,7 +137,7 @@ def pack_low(
     generator.run(None)
     best = "the best" if few and not deadline.cut else "the best found"
     text = f"trees of height {height} at most, as asked; {best} of that height"
-    cut = (deadline.note(SEARCH_UNFINISHED),) if deadline.cut else ()
+    cut = (deadline.note_of_height(),) if deadline.cut else ()
     return ExactPacking(packing, generator.weights(), certificate, (Note(text, "height asked"), *cut))
 
 
@@ -177,9 +175,8 @@ def _pack_few(
         weights = with_few_trees(generator, packing.row_lengths(tight.link_lengths(fabric, collective)))
     if order == "trees" and not deadline.over():
         weights = fewest_peeled(packing, target, fewer_than=len(weights), deadline=deadline) or weights
-    return ExactPacking(
-        packing, weights, certificate, (deadline.note(SEARCH_UNFINISHED),) if deadline.cut else ()
-    )
+    notes = (deadline.note(target, target),) if deadline.cut else ()
+    return ExactPacking(packing, weights, certificate, notes)
 
 
 def _cut_short(generator: ColumnGeneration, certificate: Certificate) -> ExactPacking:
@@ -187,7 +184,7 @@ def _cut_short(generator: ColumnGeneration, certificate: Certificate) -> ExactPa
     packing = generator.packing
     candidates = (certificate, packing.certificate(generator.duals()))
     bound, best = lowest(proved_bounds(candidates, packing.fabric, packing.collective, packing.root))
-    note = generator.deadline.note(time_limit_note(float(generator.value / packing.scale), float(bound)))
+    note = generator.deadline.note(generator.value / packing.scale, bound)
     return ExactPacking(packing, generator.weights(), best, (note,))
 
 
@@ -446,9 +443,7 @@ class _Search:
         assert best is not None, "at least one height has been tried"
         height = max(tree.height for tree in best.weights())
         if self.deadline.cut:
-            rate, bound = float(best.value), float(self.target)
-            undone = time_limit_note(rate, bound) if best.value < self.target else SEARCH_UNFINISHED
-            return (self.deadline.note(undone),)
+            return (self.deadline.note(best.value, self.target),)
         if self.order == "trees" or height <= self.refuted + 1:
             return ()
         text = f"height {height} is the lowest found, {self.refuted + 1} the lowest not excluded"

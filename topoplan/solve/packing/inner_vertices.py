@@ -28,7 +28,7 @@ from topoplan.solve.cuts_and_partitions import best_bound, lowest, proved_bounds
 from topoplan.solve.packing.column_generation import ColumnGeneration, ProgressCallback
 from topoplan.solve.packing.packing_program import Packing, Parents, Pricing, TreeColumn, rounded_lengths
 from topoplan.solve.route_table import FabricOrbits
-from topoplan.solve.search_control import Deadline, RandomStream, time_limit_note
+from topoplan.solve.search_control import Deadline, RandomStream
 
 LONGEST = 1 << 30
 """Lengths of rows are rounded to whole numbers up to this one."""
@@ -177,10 +177,7 @@ def plan_over_inner_vertices(
         _, certificate = lowest(proved_bounds((first, duals), fabric, collective, root))
     if deadline.cut:
         bound = certificate.bound(fabric, collective, root)
-        notes = (
-            *notes,
-            deadline.note(time_limit_note(float(generation.value / packing.scale), float(bound))),
-        )
+        notes = (*notes, deadline.note(generation.value / packing.scale, bound))
     weights = generation.fewer_trees(RandomStream(0), least=packing.owners, walks=WALKS)
     made = build_plan(
         fabric,
