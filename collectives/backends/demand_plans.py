@@ -8,8 +8,9 @@ counts as for their demand. Blocks that stay are no traffic, and are planned ali
 
 Blocks of an all-gather or reduce-scatter are one for each rank. They run by the trees of equal blocks, if these take at
 most `SERVED_WITHIN` of the time over the slowest cut, or little more: `WORTH_PLANNING`, and what `REPEATS` calls must
-save to pay for packing. Else they run by trees for the blocks in parts of 64 of the longest. Nothing else enters that
-choice, so the same counts add up in the same order, whatever ran before.
+save to pay for packing. Else they run by trees for the blocks in parts of 64 of the longest, or of 16 for each rank:
+all blocks together are at most a sixteenth of the longest longer then. Nothing else enters that choice, so the same
+counts add up in the same order, whatever ran before.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def demand_of_blocks(blocks: Sequence[int]) -> tuple[int, ...] | None:
     >>> demand_of_blocks((0, 9, 9000, 4500)), demand_of_blocks((7, 7)), demand_of_blocks((0, 0))
     ((0, 1, 64, 32), None, None)
     """
-    parts, longest = STEPS * STEPS, max(blocks)
+    parts, longest = max(STEPS * STEPS, 2 * STEPS * len(blocks)), max(blocks)
     rounded = [-(-block * parts // longest) if longest else 0 for block in blocks]
     part = gcd(*rounded)
     return tuple(one // part for one in rounded) if len(set(rounded)) > 1 else None

@@ -27,7 +27,7 @@ from math import floor
 
 import numpy as np
 
-from topoplan.errors import InfeasibleError, UsageError
+from topoplan.errors import InfeasibleError, Note, UsageError, kind_of
 from topoplan.machine.fabric import Fabric
 from topoplan.model.closed_form import Pipeline, chunk_counts, clock, pipeline, simulate
 from topoplan.model.dataflow import channel_starts, dataflow, peer_access_seconds, switched_hops
@@ -98,7 +98,7 @@ def hybrid_plan(parts: Sequence[Plan], *, nbytes: int | None) -> Plan:
     both = simulate(joined, nbytes=nbytes).seconds if joined else alone
     if joined is None or both >= alone:
         text = f"{first.channels[0]} alone carries a buffer of {format_size(nbytes)}"
-        return replace(first, notes=(text, *times.notes(parts), *first.notes))
+        return replace(first, notes=(text, *times.notes(parts), *first.notes, *_stops(parts[1:])))
     text = (
         f"shares for a buffer of {format_size(nbytes)}, which by the model takes {format_seconds(both)}, over "
         f"{first.channels[0]} alone {format_seconds(alone)}; rate is what the shares would reach on endless buffers"
@@ -135,8 +135,18 @@ def beside_nvlink(union: Plan, alone: Plan, *, nbytes: int | None) -> Plan:
             notes.append(_ASSUMED_START.format(start=start))
     if nbytes is not None and not faster(nbytes):
         text = f"nvlink alone carries a buffer of {format_size(nbytes)}"
-        return replace(alone, notes=(text, *notes, *alone.notes))
-    return replace(union, notes=(*notes, *union.notes))
+        return replace(alone, notes=(text, *notes, *alone.notes, *_stops([union])))
+    return replace(union, notes=(*notes, *union.notes, *_stops([alone])))
+
+
+def _stops(parts: Sequence[Plan]) -> tuple[Note, ...]:
+    """Return the notes of plans that are not taken on the time limit that has cut their search."""
+    return tuple(
+        Note(f"over {' and '.join(part.channels)}: {note}", "stopped")
+        for part in parts
+        for note in part.notes
+        if kind_of(note) == "stopped"
+    )
 
 
 def first_size(faster: Callable[[int], bool], low: int) -> int | None:

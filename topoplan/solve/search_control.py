@@ -54,7 +54,7 @@ class Deadline:
         return self.cut
 
     def note(self, rate: Fraction | float, bound: Fraction | float) -> Note:
-        """Return the note of kind "stopped" of a plan whose search was cut short at a rate, of one that may be lower."""
+        """Return the note of kind "stopped" of a plan whose search was cut short at this rate."""
         if rate < bound:
             return self._note(
                 f"the rate is {1 - float(rate / bound):.2%} below the bound, and more time may raise it"

@@ -308,6 +308,28 @@ def test_every_search_may_be_stopped(name: str, options: dict[str, Any]) -> None
     assert any("stopped after 0 s" in note for note in hurried.notes)
 
 
+@pytest.mark.parametrize(
+    ("collective", "options", "other"),
+    [
+        ("reduce", {"method": "mwu", "channels": "all-staged"}, "nvlink"),
+        ("allreduce", {"method": "mwu", "channels": "nvlink+pcie", "nbytes": 1000}, "pcie"),
+    ],
+)
+def test_plans_over_fewer_wires_state_the_searches_of_others_that_were_stopped(
+    collective: str, options: dict[str, Any], other: str
+) -> None:
+    made = topoplan.plan("dgx-h100", collective, time_limit=0, **options)
+    said = [note.split(": ")[0] for note in made.notes if kind_of(note) == "stopped"]
+    others = [note for note in said if note.startswith("over ")]
+    assert others == [f"over {other}"]
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "broadcast", "allgather"])
+def test_a_stopped_search_of_a_height_leaves_the_rate_open(collective: str) -> None:
+    made = topoplan.plan("dgx-1v", collective, height=2, time_limit=0)
+    assert any("a higher rate at this height was not looked for to the end" in one for one in made.notes)
+
+
 def test_the_gap_of_a_stopped_forest_is_that_of_its_certificate() -> None:
     """The note's figure is 1 - rate / bound of the shards and the certificate that come with it."""
     fabric = Fabric(measured(topoplan.load("dgx-2")), ("nvlink",))

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
-from math import gcd
+from math import gcd, inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -235,7 +235,7 @@ def minimise_trees(
 
     ``rate``, which lies between the packing's and its bound, and the weights are in the packing's units (1 /
     `Packing.scale` GB/s). ``threshold``, from 0 to below 1, is the part of the rate that may be given up. The smallest
-    unit is a link's `FINEST_UNIT`-th. No smaller unit is tried after ``deadline``.
+    unit is a link's `FINEST_UNIT`-th. The search ends at ``deadline``.
     """
     deadline = deadline or Deadline(None)
     if not 0 <= threshold < 1:
@@ -253,7 +253,9 @@ def minimise_trees(
         for literal in (True, False) if divisor == 1 else (False,):
             if deadline.over():
                 return None
-            counts = _whole_packing(packing, columns, Fraction(unit, divisor), literal=literal)
+            counts = _whole_packing(
+                packing, columns, Fraction(unit, divisor), literal=literal, seconds=deadline.left
+            )
             if counts is not None and int(counts.sum()) * Fraction(unit, divisor) >= needed:
                 return {
                     column: int(n) * Fraction(unit, divisor)
@@ -275,9 +277,9 @@ def _heaviest(packing: Packing, weights: Mapping[TreeColumn, Fraction]) -> list[
 
 
 def _whole_packing(
-    packing: Packing, columns: list[TreeColumn], unit: Fraction, *, literal: bool
+    packing: Packing, columns: list[TreeColumn], unit: Fraction, *, literal: bool, seconds: float | None
 ) -> NDArray[np.int64] | None:
-    """Return whole numbers of units for each column, as many in all as fit, low trees first."""
+    """Return whole numbers of units for each column, as many in all as fit, low trees first; None after ``seconds``."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     usage = np.array([column.usage for column in columns], dtype=np.float64).T
@@ -296,7 +298,7 @@ def _whole_packing(
         integrality=np.ones(len(columns), dtype=np.int64),
         bounds=Bounds(0, 1 if literal else np.inf),
         constraints=constraints,
-        options={"node_limit": MOST_BRANCHING_NODES},
+        options={"node_limit": MOST_BRANCHING_NODES, "time_limit": inf if seconds is None else seconds},
     )
     if result.x is None:
         return None

@@ -488,7 +488,10 @@ class KindProgram(ABC, Generic[Column]):
         """Return the lowest bound of the dual lengths of some solutions, and of ``aim``."""
         found = self.lowest(root, (one.duals for one in solved))
         proofs = [one for one in (found, aim) if one is not None]
-        assert proofs, "links into GPUs prove a bound"
+        if not proofs:
+            raise InfeasibleError(
+                "no lengths of kinds of links prove a bound; plan the listed cluster instead"
+            )
         return min(proofs, key=lambda one: one.bound)
 
 
