@@ -243,9 +243,16 @@ def test_a_demand_takes_the_time_of_its_cut() -> None:
 @pytest.mark.parametrize(
     ("demand", "message"),
     [
-        ([[0, -1], [1, 0]], "the demand from rank 0 to rank 1 is -1; give whole bytes, zero or more"),
-        ([[0, 1], [math.nan, 0]], "the demand from rank 1 to rank 0 is nan; give whole bytes, zero or more"),
-        ([[0, 1.5], [1, 0]], "the demand from rank 0 to rank 1 is 1.5; give whole bytes, zero or more"),
+        ([[0, -1], [1, 0]], "the demand from rank 0 to rank 1 must be whole bytes from 0 to "),
+        (
+            [[0, 1], [math.nan, 0]],
+            "the demand from rank 1 to rank 0 must be whole bytes from 0 to ",
+        ),
+        (
+            [[0, 1.5], [1, 0]],
+            "the demand from rank 0 to rank 1 must be whole bytes from 0 to ",
+        ),
+        ([[0, 10**18], [1, 0]], "the demand from rank 0 to rank 1 must be whole bytes from 0 to "),
         ([[0, 1]], "the demand has 1 rows of 2 entries for 2 ranks; give 2 rows of 2"),
         ([[0], [1, 0]], "the demand has 2 rows of 1, 2 entries for 2 ranks; give 2 rows of 2"),
         ([], "the demand has 0 rows of 0 entries for 2 ranks; give 2 rows of 2"),

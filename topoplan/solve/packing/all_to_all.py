@@ -317,7 +317,7 @@ def _whole_weights(
 
 
 def check_demand(demand: Matrix, size: int) -> DemandMatrix:
-    """Return the bytes that row sends to column among ``size`` ranks; raise UsageError unless whole, zero or more."""
+    """Return the bytes that row sends to column among ``size`` ranks; UsageError unless whole, 0 to `MOST_BYTES`."""
     if len(demand) != size or any(len(row) != size for row in demand):
         lengths = ", ".join(map(str, sorted({len(row) for row in demand})))
         raise UsageError(
@@ -328,7 +328,8 @@ def check_demand(demand: Matrix, size: int) -> DemandMatrix:
         for destination, amount in enumerate(row):
             if isinstance(amount, bool) or not 0 <= amount <= MOST_BYTES or amount != int(amount):
                 raise UsageError(
-                    f"the demand from rank {source} to rank {destination} is {amount}; give whole bytes, zero or more"
+                    f"the demand from rank {source} to rank {destination} must be whole bytes from 0 to "
+                    f"{MOST_BYTES:,}, got {amount}"
                 )
     if not any(row[other] for rank, row in enumerate(demand) for other in range(size) if other != rank):
         raise UsageError("the demand sends nothing from any rank to another; there is nothing to plan")
