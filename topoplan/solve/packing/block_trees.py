@@ -63,6 +63,10 @@ class BlockPacking(Packing):
         return tuple(self.blocks[rank] for rank in self.roots)
 
     @property
+    def uneven(self) -> bool:
+        return len(set(self.root_counts)) > 1
+
+    @property
     def rate_of_one(self) -> Fraction:
         return Fraction(sum(self.blocks))
 

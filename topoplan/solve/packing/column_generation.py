@@ -142,8 +142,8 @@ class ColumnGeneration:
         self.rows = len(packing.limits)
         self.known: set[TreeColumn] = set()
         groups = packing.owner_rows
-        wide = max(packing.limits).bit_length() > GUIDED_BITS
-        few = has_exact_tables(packing.fabric)
+        wide = packing.uneven or max(packing.limits).bit_length() > GUIDED_BITS
+        few = has_exact_tables(packing.fabric) and not packing.uneven
         self.guided = self.rows >= (GUIDED_ROWS // 2 if wide and not few else GUIDED_ROWS) and (
             wide or not few
         )

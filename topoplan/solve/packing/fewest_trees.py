@@ -262,6 +262,7 @@ def minimise_trees(
                     for column, n in zip(columns, counts, strict=True)
                     if n
                 }
+    deadline.over()
     return None
 
 

@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
 
-from topoplan.errors import Note
+from topoplan.errors import Note, kind_of
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
 from topoplan.plans.build import build_plan
@@ -192,7 +192,10 @@ def plan_over_inner_vertices(
     if known is None or made.rate > known.rate:
         return made
     stronger = made if made.bound < known.bound else known
-    return replace(known, certificate=stronger.certificate, bound=stronger.bound)
+    kept = tuple(note for note in known.notes if kind_of(note) != "stopped")
+    if deadline.cut:
+        kept = (*kept, deadline.note(known.rate, stronger.bound))
+    return replace(known, certificate=stronger.certificate, bound=stronger.bound, notes=kept)
 
 
 def _symmetry(fabric: Fabric, wide: Fabric, root: int | None) -> tuple[tuple[int, ...], ...]:

@@ -144,6 +144,11 @@ class Packing:
     def _places(self) -> dict[int, int]:
         return {root: place for place, root in enumerate(self.roots)}
 
+    @property
+    def uneven(self) -> bool:
+        """Whether blocks of ranks differ: the numbers of an exact simplex then grow long soon."""
+        return False
+
     @cached_property
     def root_counts(self) -> tuple[int, ...]:
         """If every rank owns a part, the number of ranks that each of `roots` represents."""
