@@ -18,6 +18,7 @@ from typing import cast
 from topoplan.errors import PlanError, TopologyError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind, ClusterSample
 from topoplan.machine.fabric import Fabric
+from topoplan.plans.certificates.kind_lengths import CLASS_LENGTHS
 from topoplan.plans.file_values import (
     check_format,
     check_known,
@@ -168,7 +169,7 @@ class MeshByKind:
             collective=read_text(value.get("collective"), "collective"),
             channels=read_channels(value),
             groups=(),
-            lengths=class_lengths_from_object(value.get("certificate")),
+            lengths=class_lengths_from_object(value.get("certificate"), CLASS_LENGTHS)[1],
             rate=read_number(value.get("rate"), "rate"),
             bound=read_number(value.get("bound"), "bound"),
         )

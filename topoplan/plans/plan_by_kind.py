@@ -24,7 +24,7 @@ from topoplan.machine.fabric import STAGED, Fabric
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificates.certificate import Cut, Lengths, OneFabric
 from topoplan.plans.certificates.exchange import Steiner
-from topoplan.plans.certificates.kind_lengths import forest_at_least
+from topoplan.plans.certificates.kind_lengths import CLASS_LENGTHS, DUAL_ASCENT, forest_at_least
 from topoplan.plans.file_values import (
     check_format,
     check_known,
@@ -89,6 +89,7 @@ class PlanByKind:
     ``root`` is a GPU number of the cluster, whose server is a kind of its own but in a torus. ``templates`` and
     ``lengths`` name the sample's devices. ``rate`` and ``bound`` are in GB/s of algorithm bandwidth. ``line`` are the
     dimensions of the line of a torus whose cut proves the bound of a broadcast or reduce, in place of lengths.
+    ``proof`` is the kind of the certificate of lengths (`topoplan.plans.certificates.kind_lengths`).
     """
 
     collective: str
@@ -102,6 +103,7 @@ class PlanByKind:
     notes: tuple[str, ...] = ()
     planning_seconds: float | None = None
     line: tuple[int, ...] | None = None
+    proof: str = CLASS_LENGTHS
 
     def with_templates(self, templates: Templates) -> PlanByKind:
         """Return the plan with these templates, its rate recomputed from them, and its bound from the lengths."""
@@ -266,7 +268,10 @@ class PlanByKind:
         lengths = [whole.get(row, 0) for row in classes]
         capacity = dict(zip(classes, self.fabric.capacity, strict=True))
         total = sum((capacity[row] * counts[row] * value for row, value in of_class.items()), Fraction(0))
-        forest = forest_at_least(self.sample, self.fabric, lengths, self.collective, self.sample_root) / unit
+        forest = forest_at_least(
+            self.sample, self.fabric, lengths, self.collective, self.sample_root, kind=self.proof
+        )
+        forest /= unit
         if forest <= 0:
             raise PlanError("the lengths prove nothing: a forest may have length 0")
         return total / forest
@@ -443,7 +448,7 @@ class PlanByKind:
             "channels": list(self.channels),
             "rate": finite(self.rate),
             "bound": finite(self.bound),
-            "certificate": class_lengths_object(self.lengths)
+            "certificate": class_lengths_object(self.lengths, self.proof)
             if self.line is None
             else line_object(self.line),
             "method": BY_KIND,
@@ -499,17 +504,23 @@ class PlanByKind:
         root = value.get("root")
         collective = read_text(value.get("collective"), "collective")
         of_line = cluster.network.kind == "torus" and collective in ROOTED
+        certificate = value.get("certificate")
+        proof = CLASS_LENGTHS
+        lengths: tuple[ClassLength, ...] = ()
+        if not of_line:
+            proof, lengths = class_lengths_from_object(certificate, CLASS_LENGTHS, DUAL_ASCENT)
         made = cls(
             collective=collective,
             cluster=cluster,
             root=None if root is None else read_whole(root, "root"),
             channels=read_channels(value),
             templates=(),
-            lengths=() if of_line else class_lengths_from_object(value.get("certificate")),
-            line=line_from_object(value.get("certificate")) if of_line else None,
+            lengths=lengths,
+            line=line_from_object(certificate) if of_line else None,
             rate=read_number(value.get("rate"), "rate"),
             bound=read_number(value.get("bound"), "bound"),
             notes=read_texts(value.get("notes", []), "notes"),
+            proof=proof,
         )
         templates = read_list(value.get("templates"), "templates")
         if not templates:
@@ -677,18 +688,21 @@ def line_from_object(item: object) -> tuple[int, ...]:
     return tuple(read_whole(one, "certificate: dimensions") for one in rows)
 
 
-def class_lengths_object(lengths: Sequence[ClassLength]) -> dict[str, object]:
+def class_lengths_object(lengths: Sequence[ClassLength], kind: str = CLASS_LENGTHS) -> dict[str, object]:
     """Return the JSON object of the certificate of a cluster by kind."""
-    return {"kind": "class-lengths", "lengths": [[src, dst, str(value)] for src, dst, value in lengths]}
+    return {"kind": kind, "lengths": [[src, dst, str(value)] for src, dst, value in lengths]}
 
 
-def class_lengths_from_object(item: object) -> tuple[ClassLength, ...]:
-    """Read such an object; PlanError for another kind of certificate, or a wrong key."""
+def class_lengths_from_object(item: object, *kinds: str) -> tuple[str, tuple[ClassLength, ...]]:
+    """Read kind and lengths of such an object; PlanError for none of the kinds, or a wrong key."""
     certificate = read_object(item, "certificate")
-    if certificate.get("kind") != "class-lengths":
-        raise PlanError("certificate: kind of a cluster by kind must be class-lengths")
+    kind = read_text(certificate.get("kind"), "certificate: kind")
+    if kind not in kinds:
+        raise PlanError(
+            f"certificate: kind of a cluster by kind must be {' or '.join(kinds)}, got {kind[:40]!r}"
+        )
     check_known(certificate, ("kind", "lengths"), "certificate")
-    return tuple(_read_length(row) for row in read_list(certificate.get("lengths"), "lengths"))
+    return kind, tuple(_read_length(row) for row in read_list(certificate.get("lengths"), "lengths"))
 
 
 def _read_length(item: object) -> ClassLength:

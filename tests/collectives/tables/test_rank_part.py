@@ -24,6 +24,7 @@ from tests.support.kind_clusters import (
     random_plan,
 )
 from topoplan import PlanByKind, Server, UsageError, cluster_by_kind, plan_by_kind
+from topoplan.plans.certificates.kind_lengths import DUAL_ASCENT
 from topoplan.plans.deferred_plan import DeferredPlan
 from topoplan.plans.shards import Shard, aligned_end, shard_bounds
 from topoplan.reading.load import load_cluster_by_kind
@@ -278,6 +279,18 @@ def test_parts_of_64_ranks_are_edges_of_the_listed_form_shard_by_shard(
     plan = plan_by_kind(cluster, collective)
     rows = same_edges(plan, list(range(0, plan.size, plan.size // 64)), every=every)
     assert rows >= 63 * plan.num_trees // every
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("collective", ["broadcast", "reduce"])
+def test_parts_of_trees_that_enter_the_server_of_the_root_again_are_rows_of_the_listed_form(
+    collective: str,
+) -> None:
+    cluster = cluster_by_kind([Server("v100x4", count=4)], nic_gbps=800, nics=4)
+    plan = plan_by_kind(cluster, collective, root=5)
+    assert plan.proof == DUAL_ASCENT
+    assert same_rows(plan, range(plan.size), 5040, 64)
+    same_order(plan, 5040, 64)
 
 
 @pytest.mark.thorough

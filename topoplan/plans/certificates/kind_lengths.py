@@ -19,6 +19,13 @@ between ranks and such switches, and u and v are any of both. A switch of a serv
 leaf in that of the leaf, and one of the spine in none. Every set still has a rank, so a tree still enters it. Each rank
 with the switches of its server is a set too, a *hub*: its numbers are chosen after those of the GPUs. A link from
 another of n ranks of the server to a switch enters n - 1 hubs, and one from outside the server n of them.
+
+Certificates of the kind `DUAL_ASCENT` choose the sets by the distances too (Fulkerson 1974). While a strongly connected
+component of the ways of length 0 without the root is entered by none of them, a set that holds it gets the shortest
+remaining way into it as its number. The set has all ranks of the component's cells and GPU numbers in one server, one
+leaf, one pod or the cluster, whichever is the least that holds the component; the like sets of other servers, leaves
+and pods have the same number. Sets of one step are disjoint, so a way enters at most one of them. Without a root all
+components count, and the four sets of each root follow.
 """
 
 from __future__ import annotations
@@ -42,6 +49,9 @@ from topoplan.plans.certificates.torus_lengths import (
     torus_paths_at_least,
     torus_tree_at_least,
 )
+
+CLASS_LENGTHS, DUAL_ASCENT = "class-lengths", "class-lengths-dual-ascent"
+"""Kinds of certificates: of GPUs, servers, leaves and pods as sets, and of sets by the distances."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +188,67 @@ def _tree_at_least(
     return [(total - int(chain[root]) + int(beyond[root])) / scale for root in roots]
 
 
+def _ascended_tree(
+    found: SampleDistances,
+    kinds: NDArray[np.int64],
+    leaves_of: Sequence[Fraction],
+    pods_of: Sequence[Fraction],
+    roots: Sequence[int],
+    *,
+    into: bool,
+    fixed: int | None,
+) -> list[Fraction]:
+    """Return such a bound by dual ascent; ``kinds`` are cell and GPU number of each rank, ``fixed`` the only root.
+
+    PlanError if a rank does not reach another, or switches are vertices.
+    """
+    left = found.table if into else found.table.T
+    size = len(left)
+    if size != len(found.weight):
+        raise PlanError(f"a certificate {DUAL_ASCENT} must have no switches that copy or add on its channels")
+    if (left[~np.eye(size, dtype=bool)] < 0).any():
+        raise PlanError("the lengths prove nothing: a rank does not reach another on the plan's channels")
+    chain, total = np.zeros(size, dtype=left.dtype), Fraction(0)
+    labels = (found.server, found.leaf, found.pod)
+    anywhere = np.zeros(size, dtype=np.int64), [Fraction(1)] * size
+    levels = [*zip(labels, (found.weight, leaves_of, pods_of), strict=True), anywhere]
+    raised = True
+    while raised:
+        raised = False
+        for members in _unentered(left == 0):
+            label, weights = next(one for one in levels if len(set(one[0][members].tolist())) == 1)
+            within = np.isin(kinds, kinds[members])
+            if fixed is not None and within[fixed]:
+                continue
+            entered = within[None, :] & ~(within[:, None] & (label[:, None] == label[None, :]))
+            step = int(left[entered].min()) if entered.any() else 0
+            if step:
+                left, chain, raised = left - entered * step, chain + within * step, True
+                first = np.flatnonzero(within)[np.unique(label[within], return_index=True)[1]]
+                total += step * sum((weights[one] for one in first.tolist()), Fraction(0))
+                break
+    if fixed is not None:
+        return [total]
+    left, beyond = left.T, np.zeros(size, dtype=left.dtype)
+    for label in (*labels[::-1], np.arange(size)):
+        _, nearest, left = _less_entered(left, label, size)
+        beyond = beyond + nearest
+    return [total - int(chain[root]) + int(beyond[root]) for root in roots]
+
+
+def _unentered(ways: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
+    """Return the strongly connected components that no way enters, in the order of their first vertices."""
+    reach = ways
+    while True:
+        further = (reach.astype(np.float32) @ reach.astype(np.float32)) > 0
+        if np.array_equal(further, reach):
+            break
+        reach = further
+    both = reach & reach.T
+    starts = np.flatnonzero(~(reach & ~both).any(axis=0))
+    return [np.flatnonzero(both[one]) for one in starts.tolist() if not both[one, :one].any()]
+
+
 _FAR = 1 << 60
 """Distances below it are added in 64 bits; what is at least as far is not reached."""
 
@@ -257,13 +328,22 @@ def _less_at_hubs(
 
 
 def forest_at_least(
-    sample: ClusterSample, fabric: Fabric, lengths: Sequence[int], collective: str, root: int | None
+    sample: ClusterSample,
+    fabric: Fabric,
+    lengths: Sequence[int],
+    collective: str,
+    root: int | None,
+    *,
+    kind: str = CLASS_LENGTHS,
 ) -> Fraction:
     """Return a lower bound of the length of the cheapest forest of one byte of a collective.
 
     ``lengths`` are whole numbers for the links of the sample's fabric, equal on every class; ``root`` is a rank of the
-    sample. PlanError if a rank does not reach another.
+    sample; ``kind`` is the certificate's. PlanError if a rank does not reach another, or the certificate's kind does
+    not hold there.
     """
+    if kind == DUAL_ASCENT and (sample.cluster.network.kind == "torus" or collective == "alltoall"):
+        raise PlanError(f"a certificate {DUAL_ASCENT} must be of trees outside a torus, got {collective}")
     if sample.cluster.network.kind == "torus":
         return _torus_forest(sample, sample_distances(sample, fabric, lengths), collective)
     if collective == "alltoall":
@@ -280,9 +360,15 @@ def forest_at_least(
         raise PlanError("broadcast and reduce need a root rank")
     roots = _first_of_cells(sample, home) if root is None else [root]
     trees = [Fraction(0)] * len(roots)
+    local = [rank - home.index(one) for rank, one in enumerate(home)]
+    kinds = np.array([places[one].cell * len(home) + gpu for one, gpu in zip(home, local, strict=True)])
     for into, users in ((True, ("broadcast", "allgather")), (False, ("reduce", "reduce_scatter"))):
         if collective in (*users, "allreduce"):
-            more = _tree_at_least(known[merging[into]], leaves_of, pods_of, roots, into=into)
+            reach = known[merging[into]]
+            if kind == DUAL_ASCENT:
+                more = _ascended_tree(reach, kinds, leaves_of, pods_of, roots, into=into, fixed=root)
+            else:
+                more = _tree_at_least(reach, leaves_of, pods_of, roots, into=into)
             trees = [one + length for one, length in zip(trees, more, strict=True)]
     if collective in ("allgather", "reduce_scatter"):
         weights = [of_rank[rank].servers for rank in roots]

@@ -15,11 +15,13 @@ from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.fabric import Arc
 from topoplan.plans.build import stage_order
+from topoplan.plans.certificates.kind_lengths import DUAL_ASCENT
 from topoplan.plans.kind_templates import ClassCrossings, shifts_with_groups
 from topoplan.plans.minimum_trees import UNREACHABLE
 from topoplan.plans.plan import ALL_TO_ALL, check_collective, root_rank
@@ -29,7 +31,7 @@ from topoplan.solve.packing.composition import server_trees
 from topoplan.solve.packing.kind_all_to_all import KindExchange
 from topoplan.solve.packing.kind_program import Proof, Solution, TemplateColumn, TreeProgram
 from topoplan.solve.packing.kind_routes import KindRoutes, RouteParts
-from topoplan.solve.packing.kind_stars import KindStars, Star, StarCosts
+from topoplan.solve.packing.kind_stars import Join, KindStars, Star, StarCosts
 from topoplan.solve.packing.kind_switches import NetworkStars, Path, SwitchedStar, SwitchedTrees
 from topoplan.solve.packing.packing_program import rounded_lengths
 from topoplan.solve.packing.torus_all_to_all import TorusExchange
@@ -38,6 +40,9 @@ from topoplan.solve.packing.torus_packing import TorusPacking, check_torus
 
 MANY_TREES = Fraction(9, 8)
 """Trees for each GPU above which a plan with fewer is looked for: every rank has one or more rows in each tree."""
+
+MOST_SPANNED = 256
+"""Most GPUs of a sample on which all trees are priced: the cost grows with their square for each role of a server."""
 
 Stars = Mapping[str, SwitchedStar]
 """The tree between servers of every stage, of equal roles in all."""
@@ -88,7 +93,12 @@ class _Search:
 
 
 class KindPacking(TreeProgram):
-    """Column generation of trees; the height is that of trees inside servers."""
+    """Column generation of trees; the height is that of trees inside servers.
+
+    ``spans`` says whether all trees with the roles of templates are priced too, whatever their height.
+    """
+
+    spans = False
 
     @cached_property
     def stars(self) -> KindStars:
@@ -179,6 +189,8 @@ class KindPacking(TreeProgram):
                 best = beyond[home]
             if best is not None:
                 found.append(self._column(rank, best, trees_of, routes, edges))
+                if self.spans:
+                    found += self._spanning(rank, search, down, routes, edges)
             elif self.shared:
                 # Its block needs a tree; the trees of an allreduce may have other roots.
                 missing = rank
@@ -190,6 +202,44 @@ class KindPacking(TreeProgram):
                 f"{name} reaches none; plan the listed cluster instead"
             )
         return found
+
+    def _spanning(
+        self,
+        rank: int,
+        search: _Search,
+        down: NDArray[np.int64],
+        routes: KindRoutes,
+        known: dict[tuple[str, int, int], Edge],
+    ) -> list[TemplateColumn]:
+        """Return the cheapest template of all trees from a rank with the roles of some star, or none."""
+        best: tuple[int, Star, list[Join]] | None = None
+        for roles in self.stars.roles(search.costs[search.order], self.stars.home[rank], rank):
+            joins = [
+                self.stars.spanning(down if op == "broadcast" else down.T, roles, rank) for op in search.order
+            ]
+            trees = [one for one in joins if one is not None]
+            cost = sum(one.cost for one in trees)
+            if len(trees) == len(joins) and (best is None or cost < best[0]):
+                best = cost, Star(roles, trees[0]), trees
+        if best is None:
+            return []
+        stages = []
+        for op, join in zip(search.order, best[2], strict=True):
+            parents = [-1] * self.fabric.size
+            for parent, child in join.edges:
+                parents[child] = parent
+            stages.append(Stage(op, rank, self._edges(op, parents, {}, routes, known)))
+        return [self._priced(rank, best[1], stages)]
+
+    def _priced(self, rank: int, star: Star, stages: Sequence[Stage]) -> TemplateColumn:
+        """Return the column of stages with the roles of a star."""
+        template = replace(
+            star.template(self.sample),
+            stages=tuple(Stage(stage.op, stage.root, stage.top_down()) for stage in stages),
+        )
+        template = replace(template, shifts=shifts_with_groups(self.sample, template))
+        usage = self.crossings.of(template)
+        return TemplateColumn(rank, tuple(usage.get(row, 0) for row in range(len(self.counts))), template)
 
     def _column(
         self,
@@ -210,13 +260,7 @@ class KindPacking(TreeProgram):
             for local in star.join.roots:
                 trees.attach(local, parents, paths)
             stages.append(Stage(op, rank, self._edges(op, parents.tolist(), paths, routes, known)))
-        template = replace(
-            star.template(self.sample),
-            stages=tuple(Stage(stage.op, stage.root, stage.top_down()) for stage in stages),
-        )
-        template = replace(template, shifts=shifts_with_groups(self.sample, template))
-        usage = self.crossings.of(template)
-        return TemplateColumn(rank, tuple(usage.get(row, 0) for row in range(len(self.counts))), template)
+        return self._priced(rank, star, stages)
 
     def _edges(
         self,
@@ -240,6 +284,46 @@ class KindPacking(TreeProgram):
     def _edge(self, op: str, pair: tuple[int, int], path: Path) -> Edge:
         arc: Arc = self.fabric.arc(path)
         return Edge(*pair, arc.route if op == "broadcast" else arc.route[::-1], arc.channel)
+
+
+class SpanningPacking(KindPacking):
+    """Column generation of all trees with the roles of templates, with bounds by dual ascent."""
+
+    spans = True
+
+    def inner_symmetries(self) -> list[NDArray[np.int64]]:
+        """Return the symmetries that map all servers of a cell alike, so that every link of a class is averaged."""
+        places, members = self.sample.places, self.members
+
+        def alike(each: NDArray[np.int64]) -> bool:
+            first: dict[int, list[int]] = {}
+            for place, ranks in zip(places, members, strict=True):
+                moved = [int(each[rank]) - ranks[0] for rank in ranks]
+                if first.setdefault(place.cell, moved) != moved:
+                    return False
+            return True
+
+        return [each for each in super().inner_symmetries() if alike(each)]
+
+    def improved(self, plan: PlanByKind) -> PlanByKind:
+        """Return a plan of a higher rate, or the plan with a lower bound, or the plan itself."""
+        self.proof = DUAL_ASCENT
+        aim = self.lowest(plan.root, self.plain_lengths())
+        target = None if aim is None else aim.bound
+        solved: list[Solution[TemplateColumn]] = []
+        # Trees with as many images as servers come first: others may have ten times as many.
+        for most in (self.sample.cluster.servers, None):
+            self.stars.most_images = most
+            with suppress(InfeasibleError):
+                solved.append(self.solve(None, target, tuple(solved[0].columns) if solved else ()))
+                proof = self.proved(plan.root, solved, aim)
+                if solved[-1].rate == proof.bound or not self.stars.left_out:
+                    break
+        if not solved:
+            return plan
+        bare = proof.bare if proof.bound < plan.exact_bound() else replace(plan, templates=())
+        made = bare.with_templates(self.templates(max(solved, key=lambda one: one.rate)))
+        return made if made.exact_rate() > plan.exact_rate() else bare.with_templates(plan.templates)
 
 
 def plan_by_kind(
@@ -270,9 +354,11 @@ def plan_by_kind(
     PlanByKind
         Its trees have one edge into each server, or one into each GPU of it, from a root, a centre or an entry (see
         `topoplan.plans.kind_templates`), or go through the dimensions of a torus in some order
-        (`topoplan.plans.torus_templates`). An all-to-all has paths (see `topoplan.plans.kind_exchange`, and
-        `topoplan.plans.torus_exchange`), and every pair of GPUs exchanges the same. Trees inside servers, and paths
-        but for those of a torus, are as low as the rate allows. The gap is exact.
+        (`topoplan.plans.torus_templates`). Where such trees leave a gap, without in-network reduction and on samples
+        of at most 256 GPUs, trees may enter a server at any of its GPUs, and the root's server again. An all-to-all
+        has paths (see `topoplan.plans.kind_exchange`, and `topoplan.plans.torus_exchange`), and every pair of GPUs
+        exchanges the same. Paths but for those of a torus, and trees inside servers with one edge into each, are as
+        low as the rate allows. The gap is exact.
 
     Raises
     ------
@@ -316,4 +402,14 @@ def plan_by_kind(
     packing = programs[2 * in_torus + (collective == ALL_TO_ALL)](
         cluster, collective, root=where, channels=channels, progress=progress
     )
-    return packing.best_plan(root).timed(time.perf_counter() - started)
+    plan = packing.best_plan(root)
+    fabric = packing.fabric
+    if (
+        isinstance(packing, KindPacking)
+        and plan.exact_rate() < plan.exact_bound()
+        and fabric.size <= MOST_SPANNED
+        and not fabric.in_network
+    ):
+        all_trees = SpanningPacking(cluster, collective, root=where, channels=channels, progress=progress)
+        plan = all_trees.improved(plan)
+    return plan.timed(time.perf_counter() - started)

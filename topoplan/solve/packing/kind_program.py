@@ -29,6 +29,7 @@ from topoplan.machine.cluster_network import CORE
 from topoplan.machine.fabric import usable_fabric
 from topoplan.machine.fabric_structure import FabricServers, link_permutation
 from topoplan.machine.permutation_groups import LARGEST_TABLE, components, group_elements, orbits
+from topoplan.plans.certificates.kind_lengths import CLASS_LENGTHS
 from topoplan.plans.kind_exchange import KindPath
 from topoplan.plans.kind_templates import KindTemplate, template_sample
 from topoplan.plans.plan import ALL_TO_ALL
@@ -153,6 +154,8 @@ class KindProgram(ABC, Generic[Column]):
             row = self.row_of_class[number]
             self.counts[row] += count
             self.limits[row] += capacity_of[number] * count
+        self.proof = CLASS_LENGTHS
+        """The kind of certificate by which lengths prove a bound."""
         self._plain: dict[int | None, Proof | None] = {}
         self.known: tuple[Column, ...] = ()
         """Columns of the last solution of any height, with which the next one begins."""
@@ -437,6 +440,7 @@ class KindProgram(ABC, Generic[Column]):
             self.class_lengths(lengths),
             0.0,
             0.0,
+            proof=self.proof,
         )
         made.__dict__.update(
             sample=self.sample, fabric=self.fabric, _classes=(self.classes, self._class_counts)
@@ -463,7 +467,7 @@ class KindProgram(ABC, Generic[Column]):
         lowest: Solution[Column] | None = None
         with suppress(InfeasibleError):
             lowest = self.solve(1, target)
-            proof = self._proof(root, [lowest], aim)
+            proof = self.proved(root, [lowest], aim)
             if proof.bound == lowest.rate:
                 return lowest, proof
         start = () if lowest is None else tuple(lowest.columns)
@@ -478,13 +482,13 @@ class KindProgram(ABC, Generic[Column]):
             if lower.rate >= whole.rate:
                 best = lower
                 break
-        return best, self._proof(root, [best, whole], aim)
+        return best, self.proved(root, [best, whole], aim)
 
     def heights(self, solution: Solution[Column]) -> Iterable[int]:
         """Return the heights that may reach the rate of a solution of any height, ascending."""
         return LOW
 
-    def _proof(self, root: int | None, solved: Sequence[Solution[Column]], aim: Proof | None) -> Proof:
+    def proved(self, root: int | None, solved: Sequence[Solution[Column]], aim: Proof | None) -> Proof:
         """Return the lowest bound of the dual lengths of some solutions, and of ``aim``."""
         found = self.lowest(root, (one.duals for one in solved))
         proofs = [one for one in (found, aim) if one is not None]

@@ -3,6 +3,9 @@
 It is priced on the sample: the cheapest local root in each cell for each centre; for each leaf the cheaper of a star to
 all its servers and an entry that sends to the others; for each pod without the centre the cheaper of stars to its
 leaves and an entry that sends to them. What the roles are is said by `topoplan.plans.kind_templates`.
+
+`KindStars.spanning` finds the cheapest of all trees with given roles, which may enter a server, and the root's too, at
+some of its GPUs: an arborescence over the ranks of the sample, whose edges cost as much as their child stands for.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from topoplan.plans.kind_templates import (
     needed_shifts,
     represented,
 )
-from topoplan.plans.minimum_trees import UNREACHABLE
+from topoplan.plans.minimum_trees import UNREACHABLE, cheapest_arborescence
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,7 @@ class KindStars:
         self._stands: dict[_Roles, dict[int, int]] = {}
         self._shared: dict[_Roles, list[tuple[list[int], bool]]] = {}
         self._beside: dict[tuple[_Roles, int], tuple[tuple[int, int], ...]] = {}
+        self._spanned: dict[_Roles, tuple[list[int], NDArray[np.bool_], NDArray[np.object_]]] = {}
         self._permitted: dict[tuple[_Roles, int], bool] = {}
         self.most_images: int | None = None
         self.left_out = False
@@ -130,6 +134,49 @@ class KindStars:
     def alone(root: int) -> _Roles:
         """Return the roles of a tree in which the root's server alone sends to others."""
         return _Roles(root, root)
+
+    def roles(self, costs: StarCosts, root: int, rank: int) -> list[_Roles]:
+        """Return for every centre the roles without entries, and with those of its cheapest star."""
+        found: dict[_Roles, None] = {}
+        for centre in self.centres(root):
+            found.setdefault(_Roles(root, centre))
+            star = self.star(costs, root, rank, centre)
+            if star is not None:
+                found.setdefault(star.roles)
+        return list(found)
+
+    def spanning(self, near: NDArray[np.int64], roles: _Roles, rank: int) -> Join | None:
+        """Return the cheapest of all trees with these roles from a rank of the root's server, as edges alone.
+
+        ``near[u, v]`` is the cost of an edge. None if the tree does not reach some rank.
+        """
+        if roles not in self._spanned:
+            stands = self.stands(roles)
+            servers = sorted(stands)
+            may = np.array([[self._may_send(roles, one, to) for one in servers] for to in servers])
+            ranks = [member for server in servers for member in self.members[server]]
+            place = np.array([servers.index(self.home[one]) for one in ranks])
+            times = np.array([stands[self.home[one]] for one in ranks], dtype=object)
+            self._spanned[roles] = ranks, may[np.ix_(place, place)], times
+        ranks, allowed, times = self._spanned[roles]
+        cost = near[np.ix_(ranks, ranks)].T.astype(object) * times[:, None]
+        none = int(UNREACHABLE) * int(times.max())
+        cost[~(allowed & (near[np.ix_(ranks, ranks)].T < UNREACHABLE))] = none
+        rows: list[list[int]] = cost.tolist()
+        parents = cheapest_arborescence(rows, ranks.index(rank))
+        edges = [(up, child) for child, up in enumerate(parents) if up >= 0]
+        price = sum(rows[child][up] for up, child in edges)
+        if price >= none:
+            return None
+        return Join(price, tuple((ranks[up], ranks[child]) for up, child in edges), ())
+
+    def _may_send(self, roles: _Roles, sender: int, server: int) -> bool:
+        """Return whether a server may send to another: root and centre to all, entries to their leaf or pod."""
+        if sender in (server, roles.root, roles.centre):
+            return True
+        if sender in roles.pod_entries and self._pod[sender] == self._pod[server]:
+            return True
+        return sender in roles.entries and self._leaf[sender] == self._leaf[server]
 
     def _few(self, roles: _Roles) -> bool:
         """Return whether trees with these roles have at most ``most_images`` images."""
