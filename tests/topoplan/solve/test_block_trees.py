@@ -48,6 +48,7 @@ def check_optimal(small: Topology, collective: str, blocks: tuple[int, ...]) -> 
     assert made.digest == plan_blocks(even, blocks).digest
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_uneven_blocks_on_a_full_mesh_are_packed_with_short_numbers(collective: str) -> None:
     """An exact simplex took a minute: its fractions grow with every pivot."""
