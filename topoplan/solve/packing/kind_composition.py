@@ -280,7 +280,7 @@ def plan_by_kind(
     InfeasibleError
         Links do not connect the GPUs; devices add, copy or forward data of other servers. For trees also: links inside
         a server do not connect its GPUs, or a server reaches another only through a third, but in a torus. A torus has
-        servers that differ, or for a broadcast or reduce other servers than hosts of one GPU with ports of their own.
+        servers that differ, or for a broadcast or reduce servers whose own links do not carry what their ports take.
         Plan the listed cluster instead.
 
     See Also

@@ -1,4 +1,4 @@
-"""Pack a broadcast or reduce on a torus of hosts by kind, with disjoint trees on a small torus.
+"""Pack a broadcast or reduce on a torus of servers by kind, with disjoint trees on a small torus.
 
 With equal ports in d dimensions, 2 d disjoint trees have a closed form, one for each dimension j and direction. Let Z
 be the dimensions in which a host is not at the root's coordinate. The tree enters it in dimension j if j is not in Z,
@@ -8,6 +8,9 @@ next one behind j out of Z until j alone is left, so every walk ends at the root
 
 With other ports the trees are those of `topoplan.solve.packing.disjoint_arborescences` on the sample
 (`topoplan.plans.torus_trees`), whose smallest cut is that of the whole torus. A tree takes a common part of the ports.
+
+Servers of several GPUs, or with links of their own, have the same trees between them
+(`topoplan.solve.packing.torus_servers`).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import Edge, Stage
 from topoplan.plans.torus_trees import TorusTree, line_rate, narrowest_line, port_rates, rooted_sample
 from topoplan.solve.packing.disjoint_arborescences import disjoint_arborescences
+from topoplan.solve.packing.torus_servers import TorusServers
 
 MOST_TREES = 64
 """Disjoint trees up to which ports of different bandwidth are packed."""
@@ -43,35 +47,43 @@ def plan_rooted_torus(
     channels: str,
     progress: Callable[[str], None] | None,
 ) -> PlanByKind:
-    """Return the plan of a broadcast or reduce on a torus of hosts, whose rate is the proved bound.
+    """Return the plan of a broadcast or reduce on a torus of servers, whose rate is the proved bound.
 
-    Arguments are those of `topoplan.plan_by_kind`. InfeasibleError unless the servers are hosts of one GPU with ports
-    in every dimension, or if ports of different bandwidth need too many trees.
+    Arguments are those of `topoplan.plan_by_kind`. InfeasibleError unless the servers are equal, with ports in every
+    dimension and own links that carry what these take, or if ports of different bandwidth need too many trees.
     """
     started = time.perf_counter()
     sample = rooted_sample(cluster)
-    fabric = usable_fabric(sample.topology.settled(), channels=channels, collective=collective, root=0)
+    _, gpu = cluster.server_of(root)
+    fabric = usable_fabric(sample.topology.settled(), channels=channels, collective=collective, root=gpu)
     torus = sample.cluster.network.torus
     (op,) = stage_order(collective)
-    flows = {
-        ends if op == "broadcast" else ends[::-1]: rate
-        for ends, rate in zip(fabric.ends, fabric.capacity, strict=True)
-    }
+    of = {name: sample.server_of(name) for name in fabric.nodes}
+    flows: dict[tuple[int, int], Fraction] = {}
+    for link, capacity in zip(fabric.links, fabric.capacity, strict=True):
+        ends = (of[link.src], of[link.dst]) if op == "broadcast" else (of[link.dst], of[link.src])
+        if ends[0] != ends[1]:
+            flows[ends] = flows.get(ends, Fraction(0)) + capacity
     ports = {
         torus.between(*ends): rate / (2 if _side(torus, ends) == 2 else 1) for ends, rate in flows.items()
     }
     if progress is not None:
-        progress(f"packing trees on {torus.servers:,} hosts")
+        progress(f"packing trees on {torus.servers:,} servers")
     parents = (
         [_closed(torus, one) for one in torus.directions]
         if len(set(ports.values())) == 1 and len(ports) == len({*map(torus.offset, torus.directions)})
         else _packed(cluster, torus, flows)
     )
-    templates = tuple(
-        TorusTree(Fraction(many, len(parents)), (_stage(fabric, op, tree),))
-        for tree, many in sorted(Counter(map(tuple, parents)).items())
-    )
-    line = narrowest_line(cluster.network.torus.sides, port_rates(cluster))
+    whole, rates = cluster.network.torus.sides, port_rates(cluster)
+    line = narrowest_line(whole, rates)
+    if sample.cluster.kinds[0].links or fabric.size > torus.servers:
+        servers = TorusServers(sample, fabric, op, gpu, line_rate(whole, rates, line))
+        templates = servers.templates(sorted(parents))
+    else:
+        templates = tuple(
+            TorusTree(Fraction(many, len(parents)), (_stage(fabric, op, tree),))
+            for tree, many in sorted(Counter(map(tuple, parents)).items())
+        )
     bare = PlanByKind(collective, cluster, root, fabric.channels, (), (), 0.0, 0.0, line=line)
     bare.__dict__.update(sample=sample, fabric=fabric)
     return bare.with_templates(templates).timed(time.perf_counter() - started)
