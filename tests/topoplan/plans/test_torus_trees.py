@@ -71,11 +71,13 @@ def test_a_broadcast_fills_all_ports_of_the_root(name: str, ports: int, height: 
         ("torus:2,500", (3, 1), 4),
         ("torus:4,4,1000", (4, 2, 1), 14),
         ("torus:2,2,1000", (4, 4, 1), 8),
+        # 990 common parts: trees of unequal shares.
+        ("torus:50,40", (12.5, 12.25), Fraction(99, 2)),
     ],
 )
 @pytest.mark.parametrize("collective", ["broadcast", "reduce"])
 def test_ports_that_differ_reach_the_narrowest_line(
-    name: str, rates: tuple[float, ...], rate: int, collective: str
+    name: str, rates: tuple[float, ...], rate: int | Fraction, collective: str
 ) -> None:
     report = verify_by_kind(plan_by_kind(hosts(name, rates), collective, root=99))
     assert report.exact_rate == report.exact_bound == rate
@@ -225,7 +227,7 @@ def test_what_is_not_planned_by_kind_is_refused() -> None:
     with pytest.raises(InfeasibleError, match="needs a sample of at most 1,024 hosts, got 1,026"):
         plan_by_kind(hosts("torus:1000,900", (1000, 1)), "broadcast")
     with pytest.raises(InfeasibleError, match="must have a common part that needs at most 64 trees"):
-        plan_by_kind(hosts("torus:50,50", (12.5, 12.25)), "broadcast")
+        plan_by_kind(hosts("torus:50,50,50", (12.5, 12.25, 12)), "broadcast")
     plan = plan_by_kind(hosts("torus:129,128"), "broadcast")
     with pytest.raises(UsageError, match="need the list of its GPUs, at most 16,384, got 16,512"):
         topoplan.simulate(plan, "1MB")

@@ -8,6 +8,7 @@ next one behind j out of Z until j alone is left, so every walk ends at the root
 
 With other ports the trees are those of `topoplan.solve.packing.disjoint_arborescences` on the sample
 (`topoplan.plans.torus_trees`), whose smallest cut is that of the whole torus. A tree takes a common part of the ports.
+If these were too many, those of a small sample are of `topoplan.plan`, with unequal shares.
 
 Servers of several GPUs, or with links of their own, have the same trees between them
 (`topoplan.solve.packing.torus_servers`).
@@ -30,13 +31,19 @@ from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import Edge, Stage
 from topoplan.plans.torus_trees import TorusTree, line_rate, narrowest_line, port_rates, rooted_sample
 from topoplan.solve.packing.disjoint_arborescences import disjoint_arborescences
-from topoplan.solve.packing.torus_servers import TorusServers
+from topoplan.solve.packing.torus_servers import TorusServers, broadcast_trees
 
 MOST_TREES = 64
 """Disjoint trees up to which ports of different bandwidth are packed."""
 
 MOST_TREE_EDGES = 2048
 """Edges of all trees together up to which they are: some seconds."""
+
+MOST_EXACT = 9
+"""Servers of a sample up to which ports of any bandwidth are packed: 3 x 3, or 2 x 2 x 2."""
+
+Trees = list[tuple[Fraction, tuple[int, ...]]]
+"""Shares of trees, and the parent of each host there, -1 for the root."""
 
 
 def plan_rooted_torus(
@@ -69,21 +76,17 @@ def plan_rooted_torus(
     }
     if progress is not None:
         progress(f"packing trees on {torus.servers:,} servers")
-    parents = (
-        [_closed(torus, one) for one in torus.directions]
+    trees = (
+        _equal([_closed(torus, one) for one in torus.directions])
         if len(set(ports.values())) == 1 and len(ports) == len({*map(torus.offset, torus.directions)})
         else _packed(cluster, torus, flows)
     )
     whole, rates = cluster.network.torus.sides, port_rates(cluster)
     line = narrowest_line(whole, rates)
     if sample.cluster.kinds[0].links or fabric.size > torus.servers:
-        servers = TorusServers(sample, fabric, op, gpu, line_rate(whole, rates, line))
-        templates = servers.templates(sorted(parents))
+        templates = TorusServers(sample, fabric, op, gpu, line_rate(whole, rates, line)).templates(trees)
     else:
-        templates = tuple(
-            TorusTree(Fraction(many, len(parents)), (_stage(fabric, op, tree),))
-            for tree, many in sorted(Counter(map(tuple, parents)).items())
-        )
+        templates = tuple(TorusTree(share, (_stage(fabric, op, tree),)) for share, tree in trees)
     bare = PlanByKind(collective, cluster, root, fabric.channels, (), (), 0.0, 0.0, line=line)
     bare.__dict__.update(sample=sample, fabric=fabric)
     return bare.with_templates(templates).timed(time.perf_counter() - started)
@@ -108,25 +111,39 @@ def _closed(torus: Torus, tree: Direction) -> list[int]:
     return parents
 
 
-def _packed(cluster: ClusterByKind, torus: Torus, flows: dict[tuple[int, int], Fraction]) -> list[list[int]]:
-    """Return the parents of trees that take equal parts of links of different bandwidth."""
+def _equal(trees: Sequence[list[int]]) -> Trees:
+    """Return trees that all carry the same, equal ones together."""
+    return [(Fraction(many, len(trees)), tree) for tree, many in sorted(Counter(map(tuple, trees)).items())]
+
+
+def _packed(cluster: ClusterByKind, torus: Torus, flows: dict[tuple[int, int], Fraction]) -> Trees:
+    """Return trees on links of different bandwidth: equal ones, or on few hosts those of `topoplan.plan`."""
     rates = port_rates(cluster)
     rate = line_rate(torus.sides, rates, narrowest_line(torus.sides, rates))
     scale = lcm(*(one.denominator for one in flows.values()))
     whole = {ends: int(one * scale) for ends, one in flows.items()}
     part = gcd(*whole.values())
     count = int(rate * scale) // part
-    if count > MOST_TREES or count * torus.servers > MOST_TREE_EDGES:
+    if count <= MOST_TREES and count * torus.servers <= MOST_TREE_EDGES:
+        found = disjoint_arborescences(
+            torus.servers, {ends: one // part for ends, one in whole.items()}, 0, count
+        )
+        assert found is not None, "lines are the smallest cuts of a torus"
+        return _equal(found)
+    if torus.servers > MOST_EXACT:
         raise InfeasibleError(
             f"ports of different bandwidth must have a common part that needs at most {MOST_TREES} trees, of "
-            f"{MOST_TREE_EDGES:,} edges on the sample, got {count:,} trees of {torus.servers - 1:,}; plan the listed "
-            "cluster instead"
+            f"{MOST_TREE_EDGES:,} edges on the sample, or a sample of at most {MOST_EXACT} servers, got {count:,} "
+            f"trees of {torus.servers - 1:,}; plan the listed cluster instead"
         )
-    found = disjoint_arborescences(
-        torus.servers, {ends: one // part for ends, one in whole.items()}, 0, count
-    )
-    assert found is not None, "lines are the smallest cuts of a torus"
-    return found
+    named = {(str(tail), str(head)): one for (tail, head), one in flows.items()}
+    unequal = broadcast_trees(named, [str(one) for one in range(torus.servers)], 0, rate)
+    assert unequal is not None, "lines are the smallest cuts of a torus"
+    made = []
+    for share, routes in unequal:
+        above = {int(child): int(parent) for parent, child in routes}
+        made.append((share, tuple(above.get(one, -1) for one in range(torus.servers))))
+    return made
 
 
 def _stage(fabric: Fabric, op: str, parents: Sequence[int]) -> Stage:

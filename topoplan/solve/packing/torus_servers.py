@@ -12,7 +12,6 @@ servers. A tree between servers is divided where the packing of any server goes 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -33,7 +32,12 @@ MOST_SAMPLE_EDGES = 400_000
 
 Ends = tuple[str, str]
 
+Routes = tuple[tuple[str, ...], ...]
+"""The devices of each edge of a tree."""
+
 _OUTSIDE = "outside"
+
+_ROUNDING = Fraction(1, 10**12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,32 +74,30 @@ class TorusServers:
     gpu: int
     rate: Fraction
 
-    def templates(self, parents: Sequence[Sequence[int]]) -> tuple[TorusTree, ...]:
-        """Return the trees of the sample's GPUs for trees of equal shares between its servers.
+    def templates(self, trees: Sequence[tuple[Fraction, Sequence[int]]]) -> tuple[TorusTree, ...]:
+        """Return trees of the sample's GPUs for the shares of trees between its servers, given by parents.
 
         InfeasibleError if a server does not carry the rate.
         """
         torus = self.sample.cluster.network.torus
-        entered = [Counter[Offset]() for _ in range(torus.servers)]
-        places: list[list[tuple[Offset, int]]] = []
-        for tree in parents:
+        here = (0,) * len(torus.sides)
+        entered: list[dict[Offset, Fraction]] = [{} for _ in range(torus.servers)]
+        places: list[list[tuple[Offset, Fraction]]] = []
+        for share, parents in trees:
             row = []
-            for server, above in enumerate(tree):
-                offset = torus.between(above, server) if above >= 0 else (0,) * len(torus.sides)
-                row.append((offset, entered[server][offset]))
-                entered[server][offset] += 1
+            for server, above in enumerate(parents):
+                offset = torus.between(above, server) if above >= 0 else here
+                row.append((offset, entered[server].get(offset, Fraction(0))))
+                entered[server][offset] = row[-1][1] + share
             places.append(row)
         kinds = [tuple(sorted(one.items())) for one in entered]
-        packed = {kind: self._packed(dict(kind), len(parents)) for kind in sorted(set(kinds[1:]))}
-        home = {(0,) * len(torus.sides): self._from_root()}
-        spreads = [home, *(packed[kind] for kind in kinds[1:])]
+        packed = {kind: self._packed(dict(kind)) for kind in sorted(set(kinds[1:]))}
+        spreads = [{here: self._from_root()}, *(packed[kind] for kind in kinds[1:])]
         shares: dict[tuple[Edge, ...], Fraction] = {}
-        each = Fraction(1, len(parents))
-        for tree, row in zip(parents, places, strict=True):
-            lists = [(spreads[server][offset], place * each) for server, (offset, place) in enumerate(row)]
-            for start, stop in _parts(lists, each):
-                chosen = [_at(spread, first + start) for spread, first in lists]
-                edges = self._edges(tree, chosen)
+        for (share, parents), row in zip(trees, places, strict=True):
+            lists = [(spreads[server][offset], first) for server, (offset, first) in enumerate(row)]
+            for start, stop in _parts(lists, share):
+                edges = self._edges(parents, [_at(spread, first + start) for spread, first in lists])
                 shares[edges] = shares.get(edges, Fraction(0)) + stop - start
                 if len(shares) * self.fabric.size > MOST_SAMPLE_EDGES:
                     raise InfeasibleError(
@@ -182,13 +184,13 @@ class TorusServers:
             f"{float(self.rate):g} GB/s, which these do not; plan the listed cluster instead"
         )
 
-    def _packed(self, entered: Mapping[Offset, int], trees: int) -> dict[Offset, list[_Spread]]:
-        """Return the trees inside a server for each offset at which so many trees of all enter it."""
+    def _packed(self, entered: Mapping[Offset, Fraction]) -> dict[Offset, list[_Spread]]:
+        """Return the trees inside a server for each offset at which a share of all data enters it."""
         flows = dict(self._free)
         ports: dict[str, _Cable] = {}
-        for offset, many in sorted(entered.items()):
+        for offset, share in sorted(entered.items()):
             side = f"side {'.'.join(map(str, offset))}"
-            flows[_OUTSIDE, side] = self.rate * many / trees
+            flows[_OUTSIDE, side] = self.rate * share
             for cable in (one for one in self._cables if one.offset == offset):
                 port = f"cable {len(ports)}"
                 ports[port] = cable
@@ -201,9 +203,8 @@ class TorusServers:
             cable = ports[first[0][2]]
             inner = tuple(route for route in routes if route[0] != _OUTSIDE)
             found[cable.offset].append(_Spread(share, cable, first[0][3:], inner))
-        for offset, many in entered.items():
-            if sum(one.share for one in found[offset]) != Fraction(many, trees):
-                raise self._bound_inside()
+        if any(sum(one.share for one in found[offset]) != share for offset, share in entered.items()):
+            raise self._bound_inside()
         return found
 
     def _from_root(self) -> list[_Spread]:
@@ -215,40 +216,12 @@ class TorusServers:
 
     def _broadcast(
         self, flows: Mapping[Ends, Fraction], ranks: Sequence[str], root: int
-    ) -> list[tuple[Fraction, tuple[tuple[str, ...], ...]]]:
-        """Return shares and routes of the trees of a broadcast of at least the rate on some links."""
-        from topoplan.solve.planner import plan
-
-        unit = lcm(self.rate.denominator, *(rate.denominator for rate in flows.values()))
-        if max(flows.values()) * unit > FASTEST:
-            raise InfeasibleError(
-                "the bandwidths of a server must have a common part of more than a millionth, got less; plan the "
-                "listed cluster instead"
-            )
+    ) -> list[tuple[Fraction, Routes]]:
         nodes = {end for ends in flows for end in ends}
-        if not nodes.issuperset(ranks):
+        found = broadcast_trees(flows, ranks, root, self.rate) if nodes.issuperset(ranks) else None
+        if found is None:
             raise self._bound_inside()
-        # All other devices are switches here, as routes through NICs follow from the links.
-        names = {name: f"gpu{number}" for number, name in enumerate(ranks)}
-        names |= {name: f"switch{number}" for number, name in enumerate(sorted(nodes.difference(ranks)))}
-        original = {short: name for name, short in names.items()}
-        devices = [Device(short, "gpu" if name in ranks else "switch") for name, short in names.items()]
-        links = [
-            Link(names[tail], names[head], "nvlink", float(rate * unit))
-            for (tail, head), rate in sorted(flows.items())
-        ]
-        made = plan(
-            Topology("one server", tuple(devices), tuple(links)), "broadcast", root=root, channels="nvlink"
-        )
-        if Fraction(made.rate) * (1 + Fraction(1, 10**12)) < self.rate * unit:
-            raise self._bound_inside()
-        return [
-            (
-                shard.share,
-                tuple(tuple(original[one] for one in edge.route) for edge in shard.stages[0].edges),
-            )
-            for shard in made.shards
-        ]
+        return found
 
     def _edges(self, parents: Sequence[int], chosen: Sequence[_Spread]) -> tuple[Edge, ...]:
         """Return the edges of a tree between servers, with a tree inside each server."""
@@ -269,6 +242,43 @@ class TorusServers:
             return Edge(arc.tail, arc.head, arc.route, arc.channel)
         arc = self.fabric.arc(tuple(index[head, tail] for tail, head in reversed(hops)))
         return Edge(arc.head, arc.tail, arc.route[::-1], arc.channel)
+
+
+def broadcast_trees(
+    flows: Mapping[Ends, Fraction], ranks: Sequence[str], root: int, rate: Fraction
+) -> list[tuple[Fraction, Routes]] | None:
+    """Return shares and routes of the trees of a broadcast on some links; None if it is slower than the rate.
+
+    ``flows`` has the GB/s between the ranks, and other devices, which all forward.
+    """
+    from topoplan.solve.planner import plan
+
+    unit = lcm(rate.denominator, *(one.denominator for one in flows.values()))
+    if max(flows.values()) * unit > FASTEST:
+        raise InfeasibleError(
+            "bandwidths of ports and servers must have a common part of more than a millionth, got less; plan the "
+            "listed cluster instead"
+        )
+    others = sorted({end for ends in flows for end in ends}.difference(ranks))
+    # All other devices are switches here, as routes through NICs follow from the links.
+    names = {name: f"gpu{number}" for number, name in enumerate(ranks)}
+    names |= {name: f"switch{number}" for number, name in enumerate(others)}
+    original = {short: name for name, short in names.items()}
+    devices = tuple(Device(one, "switch" if one.startswith("switch") else "gpu") for one in original)
+    links = tuple(
+        Link(names[tail], names[head], "nvlink", float(one * unit))
+        for (tail, head), one in sorted(flows.items())
+    )
+    made = plan(Topology("one server", devices, links), "broadcast", root=root, channels="nvlink")
+    if Fraction(made.rate) * (1 + _ROUNDING) < rate * unit:
+        return None
+    return [
+        (
+            shard.share,
+            tuple(tuple(original[one] for one in edge.route) for edge in shard.stages[0].edges),
+        )
+        for shard in made.shards
+    ]
 
 
 def _local(device: str) -> str:
