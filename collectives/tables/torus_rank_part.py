@@ -164,7 +164,7 @@ class TorusTemplatePart:
 
 
 class TorusTreePart:
-    """Rows of one rank in a tree of one root of a torus of hosts."""
+    """Rows of one rank in a tree of one root of a torus."""
 
     count = 1
 

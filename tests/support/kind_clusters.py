@@ -241,31 +241,46 @@ def broadcast_of_hosts(seed: int, *, most: int) -> PlanByKind | None:
         return None
 
 
-def ends_in_list(plan: PlanByKind, ends: tuple[str, str]) -> tuple[str, str]:
-    """Return the ends of a link of the list for which that of the sample stands."""
+def broadcast_of_servers(seed: int, *, most: int) -> PlanByKind | None:
+    """Return the plan of a broadcast or reduce on a torus of equal servers; None if it cannot be planned by kind."""
+    cluster, rng = random_torus(seed, most=most), random.Random(seed)
+    if cluster is None:
+        return None
+    try:
+        return topoplan.plan_by_kind(
+            cluster, rng.choice(["broadcast", "reduce"]), root=rng.randrange(cluster.size)
+        )
+    except InfeasibleError:
+        return None
+
+
+def loads_in_list(
+    plan: PlanByKind, report: Verification, listed: Verification
+) -> dict[tuple[str, str], float]:
+    """Return the loads of the list for a report's links of the sample: the most of those for which each stands."""
     if not plan.rooted_in_torus:
-        return ends
+        return {ends: listed.loads[ends] for ends in report.loads}
     assert plan.root is not None
+    root = plan.cluster.server_of(plan.root)[0]
     whole, small = plan.cluster.network.torus, plan.sample.cluster.network.torus
-    first, second = (small.coordinates(int(name[1:].partition(".")[0])) for name in ends)
-    apart = [one - two for one, two in zip(first, second, strict=True)]
-    step = [one if abs(one) < 2 else -one // abs(one) for one in apart]
-    # Host 1 stands for many: its neighbour is beside the first or the last of them.
-    at = [
-        (one if one < 2 else side - fewer + one) if one != 1 or not back else None
-        for one, back, side, fewer in zip(second, step, whole.sides, small.sides, strict=True)
-    ]
-    before = [
-        one if one < 2 else side - fewer + one
-        for one, side, fewer in zip(first, whole.sides, small.sides, strict=True)
-    ]
-    there = [
-        one - back if place is None else place for place, one, back in zip(at, before, step, strict=True)
-    ]
-    here = [place + back for place, back in zip(there, step, strict=True)]
-    root = whole.coordinates(plan.root)
-    src, dst = (whole.server([a + b for a, b in zip(one, root, strict=True)]) for one in (here, there))
-    return f"s{src}.gpu0", f"s{dst}.gpu0"
+    found: dict[tuple[str, str], float] = {}
+    for ends, load in listed.loads.items():
+        at = [int(name[1:].partition(".")[0]) for name in ends]
+        names = [name.partition(".")[2] for name in ends]
+        if plan.collective == "reduce":
+            at.reverse()
+        # The server that is entered, and its parent.
+        block = [
+            one if one < 2 else max(1, one - side + fewer)
+            for one, side, fewer in zip(whole.between(root, at[1]), whole.sides, small.sides, strict=True)
+        ]
+        back = [one if one < 2 else -1 for one in whole.between(*at)]
+        at = [small.server([one - step for one, step in zip(block, back, strict=True)]), small.server(block)]
+        if plan.collective == "reduce":
+            at.reverse()
+        key = f"s{at[0]}.{names[0]}", f"s{at[1]}.{names[1]}"
+        found[key] = max(found.get(key, 0.0), load)
+    return found
 
 
 def _plan_of_torus(seed: int, collective: str, *, most: int) -> PlanByKind | None:
@@ -405,9 +420,7 @@ def refused_of_changed(
             continue
         listed = topoplan.verify(read.listed())
         assert listed.exact_rate == report.exact_rate
-        assert report.loads == pytest.approx(
-            {ends: listed.loads[ends_in_list(read, ends)] for ends in report.loads}
-        )
+        assert report.loads == pytest.approx(loads_in_list(read, report, listed))
         bound = proved(read, listed)
         assert bound is not None
         assert report.exact_bound is not None

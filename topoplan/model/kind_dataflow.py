@@ -72,13 +72,13 @@ class KindClock:
     def schedule(self) -> Pipeline:
         """The dataflow as arrays; UsageError for a late rank that does not exist, or a torus too large to be listed.
 
-        Hosts of a torus with a root differ, so their trees are listed.
+        Servers of a torus with a root differ, so their trees are listed.
         """
         earliest = None
         if self.plan.rooted_in_torus:
             if self.plan.size > MOST_LISTED_GPUS:
                 raise UsageError(
-                    f"times of a {self.plan.collective} on a torus need the list of its hosts, at most "
+                    f"times of a {self.plan.collective} on a torus need the list of its GPUs, at most "
                     f"{MOST_LISTED_GPUS:,}, got {self.plan.size:,}; choose shorter sides"
                 )
             return pipeline(dataflow(self.plan.listed()), late=self.late)

@@ -42,7 +42,6 @@ from topoplan.plans.kind_cluster_object import cluster_from_object, cluster_obje
 from topoplan.plans.kind_exchange import KindPath, PathImages
 from topoplan.plans.kind_images import TemplateImages
 from topoplan.plans.kind_templates import ClassCrossings, KindTemplate, share_units, template_sample
-from topoplan.plans.loads import edge_links
 from topoplan.plans.plan import ALL_TO_ALL, PLAN_FORMAT_2, ROOTED, Plan, collective_name, read_channels
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage, path_ends
 from topoplan.plans.torus_exchange import TorusPathImages, TorusPaths
@@ -53,6 +52,7 @@ from topoplan.plans.torus_trees import (
     line_rate,
     port_rates,
     rooted_sample,
+    stretched_loads,
 )
 from topoplan.units import bus_factor, counted, labelled, nearest_float, rate_words
 
@@ -162,9 +162,9 @@ class PlanByKind:
         """The root as a rank of the sample."""
         if self.root is None:
             return None
-        if self.rooted_in_torus:
-            return 0
         server, gpu = self.cluster.server_of(self.root)
+        if self.rooted_in_torus:
+            return gpu
         names = [name for name in self.fabric.ranks if name.startswith(f"s{server}.")]
         if len(names) <= gpu:
             raise PlanError(f"root {self.root} is on s{server}, which is not a kind of its own")
@@ -215,14 +215,9 @@ class PlanByKind:
         return [each[row] for row in classes]
 
     def _tree_loads(self) -> list[Fraction]:
-        """Return what crosses each link of the sample of a torus with a root, and each link for which it stands."""
-        found = [Fraction(0)] * len(self.fabric.links)
-        for template in self.templates:
-            for stage in template.stages:
-                for edge in stage.edges:
-                    for link in edge_links(edge, stage.op, self.fabric):
-                        found[link] += template.share
-        return found
+        """Return the most that crosses a link for which each of the sample of a torus with a root stands."""
+        trees = [one for one in self.templates if isinstance(one, TorusTree)]
+        return stretched_loads(self.sample, self.fabric, self.cluster.network.torus, trees)
 
     def exact_rate(self) -> Fraction:
         """Return the rate in GB/s at which the first class of links is full; PlanError if no template crosses one."""
@@ -294,7 +289,8 @@ class PlanByKind:
             verb = "enter" if self.collective == "broadcast" else "leave"
             each = given or [self.cluster.nics // (2 * len(sides))] * len(sides)
             links = 2 * hosts * sum(many for one, many in enumerate(each) if one not in self._checked_line)
-            return f"the bottleneck is {links:,} ports that {verb} {counted(hosts, 'host')}"
+            what = "host" if self.size == self.cluster.servers else "server"
+            return f"the bottleneck is {links:,} ports that {verb} {counted(hosts, what)}"
         classes, counts = self._classes
         parts: dict[tuple[str, str], int] = {}
         for src, dst, _ in self.lengths:
@@ -368,7 +364,7 @@ class PlanByKind:
             assert self.root is not None, "a broadcast or reduce has a root"
             torus, line = self.cluster.network.torus, self._checked_line
             free = next(one for one in range(len(torus.sides)) if one not in line)
-            home = [*torus.coordinates(self.root)]
+            home = [*torus.coordinates(self.cluster.server_of(self.root)[0])]
             home[free] = (home[free] + 1) % torus.sides[free]
             outside = (
                 name

@@ -17,6 +17,7 @@ from collectives.tables.lowering import PlanKey, lower, shard_transfers
 from collectives.tables.rank_part import aligned_ends, is_lowered_by_part, lower_part, rank_part
 from tests.support.kind_clusters import (
     broadcast_of_hosts,
+    broadcast_of_servers,
     plan_in_network,
     plan_of_groups,
     plan_of_three_levels,
@@ -416,6 +417,15 @@ def test_parts_of_a_root_in_a_torus_are_rows_and_order_of_the_listed_form(seed: 
         assert same_order(plan, 2000 * plan.size, 480 * plan.size) > 0
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(24))
+def test_parts_of_a_root_in_a_torus_of_servers_are_rows_of_the_listed_form(seed: int) -> None:
+    plan = broadcast_of_servers(seed, most=60)
+    if plan is not None:
+        assert same_rows(plan, range(plan.size), 2000 * plan.size, 480 * plan.size) > 0
+        assert same_order(plan, 2000 * plan.size, 480 * plan.size) > 0
+
+
 def test_a_rank_of_40000_hosts_receives_each_element_of_a_broadcast_once() -> None:
     cluster = load_cluster_by_kind("torus:200,200")
     assert cluster is not None
@@ -428,8 +438,21 @@ def test_a_rank_of_40000_hosts_receives_each_element_of_a_broadcast_once() -> No
 
 
 @pytest.mark.parametrize("collective", ["broadcast", "reduce"])
-def test_a_communicator_runs_a_plan_of_a_root_in_a_torus(collective: str) -> None:
-    cluster = load_cluster_by_kind("torus:5,2,3")
+@pytest.mark.parametrize("name", ["torus:5,2,3", "dgx-h100"])
+def test_a_communicator_runs_a_plan_of_a_root_in_a_torus(name: str, collective: str) -> None:
+    """On 30 hosts, or on 15 servers of two GPUs."""
+    cluster = (
+        cluster_by_kind(
+            [Server(name, [0, 1], count=15)],
+            nic_gbps=400,
+            nics=4,
+            nic_access="direct",
+            network="torus",
+            sides=(3, 5),
+        )
+        if name == "dgx-h100"
+        else load_cluster_by_kind(name)
+    )
     assert cluster is not None
     arrays = [np.arange(1000, dtype=np.float64) + rank for rank in range(30)]
     with Communicator(plan_by_kind(cluster, collective, root=17), backend="loopback") as comm:

@@ -397,7 +397,10 @@ def test_tori_are_planned_and_compared_by_kind(done: Done, told: Told, run: Run,
     }
     assert "network      torus, sides 25,50" in done(f"show {asked}")
     assert "not compared: its model needs switches between servers, or a torus" in done(f"compare {asked}")
-    for more in ("--without-link s0.nic0-s50.nic2", "--survive 1", "--collective broadcast"):
+    said = done(f"plan {asked} --collective broadcast --root 777")
+    assert "provably optimal\nalgbw        384 GB/s" in said
+    assert "the bottleneck is 8 ports that enter 1 server" in said
+    for more in ("--without-link s0.nic0-s50.nic2", "--survive 1", "--collective broadcast --list s17"):
         status, _, err = run(f"plan {asked} {more}")
         assert (status, "--listed" in err, len(err.splitlines())) == (2, True, 1)
     # Both commands time the same plan.

@@ -16,7 +16,7 @@ import pytest
 import topoplan
 from tests.support.kind_clusters import (
     changed_file,
-    ends_in_list,
+    loads_in_list,
     plan_of_groups,
     plan_of_three_levels,
     random_plan,
@@ -41,8 +41,7 @@ def agree(plan: PlanByKind | None) -> None:
         listed.trees,
         listed.height,
     )
-    loads = {ends: listed.loads[ends_in_list(plan, ends)] for ends in report.loads}
-    assert report.loads == pytest.approx(loads)
+    assert report.loads == pytest.approx(loads_in_list(plan, report, listed))
     assert listed.exact_bound is not None
     assert report.exact_bound is not None
     assert listed.exact_bound <= report.exact_bound

@@ -367,7 +367,7 @@ def plan_by_kind(
     InfeasibleError
         Links do not connect the GPUs; devices add, copy or forward data of other servers. For trees also: a server
         reaches another only through a third, but in a torus. A torus has servers that differ, or for a broadcast or
-        reduce other servers than hosts of one GPU with ports of their own. Plan the listed cluster instead.
+        reduce servers whose own links do not carry what their ports take. Plan the listed cluster instead.
 
     See Also
     --------
