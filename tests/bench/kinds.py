@@ -3,7 +3,7 @@
 Seconds are CPU seconds of the process, and wall seconds; memory is its peak. The last line of a network is the exponent
 e of seconds ~ GPUs^e, fitted over its sizes. The rival is the listed plan of the smallest cluster (``--listed``).
 
-The first table is of K faults of 1,250 servers, each on another server, leaf or pair of groups; slow ones have rates of
+The last table is of K faults of 1,250 servers, each on another server, leaf or pair of groups; slow ones have rates of
 their own. It has CPU seconds to plan and to verify, file and gap. A row ends after `MOST_SECONDS`.
 """
 
@@ -119,7 +119,6 @@ def _print_faults() -> None:
 
 
 def main() -> None:
-    _print_faults()
     print("topoplan plan dgx-h100 --servers N --nic-bandwidth 400Gb/s, and topoplan verify, whole commands")
     heads = ("GPUs", "cpu s", "wall s", "MB", "file KB", "verify s", "busbw", "gap")
     print(f"{'network':20} {'collective':14}", *(f"{head:>8}" for head in heads))
@@ -139,6 +138,7 @@ def main() -> None:
         print(
             f"rival: the listed plan of {8 * SERVERS[0]:,} GPUs on one switch, direct: {cpu:.2f} CPU s, {wall:.2f} s"
         )
+    _print_faults()
 
 
 def _row(
