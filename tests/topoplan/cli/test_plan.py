@@ -57,8 +57,8 @@ def test_a_demand_is_planned_in_the_time_of_its_cut(done: Done, told: Told, tmp_
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"bytes": [[0, -1], [1, 0]]}', "the demand from rank 0 to rank 1 is -1"),
-        ('{"bytes": [[0, NaN], [1, 0]]}', "the demand from rank 0 to rank 1 is nan"),
+        ('{"bytes": [[0, -1], [1, 0]]}', "the demand from rank 0 to rank 1 must be whole bytes"),
+        ('{"bytes": [[0, NaN], [1, 0]]}', "the demand from rank 0 to rank 1 must be whole bytes"),
         ('{"bytes": [[0, 1, 2], [1, 0, 2], [1, 2, 0]]}', "the demand has 3 rows of 3 entries for 2 ranks"),
         ('{"bytes": [[0, "1"], [1, 0]]}', "must be a demand: give"),
         ('{"bytes": 4}', "must be a demand: give"),
