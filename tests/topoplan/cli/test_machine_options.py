@@ -179,5 +179,5 @@ def test_single_failures_of_a_large_cluster(told: Told, done: Done, refused: Don
     assert book["number"] == sum(row["failures"] for row in book["failures"])
     assert "must have a link into the network" in book["failures"][0]["none"]
     assert "s0.nic0" in done(f"plan {FORTY} --survive 1 --csv")
-    assert "without s0.gpu0" in done(f"plan {FORTY} --survive 1").splitlines()[0]
+    assert "without link s0.gpu0-s0.nvswitch0" in done(f"plan {FORTY} --survive 1").splitlines()[0]
     assert "-o must be without --survive" in refused(f"plan {FORTY} --survive 1 -o plans.json")
