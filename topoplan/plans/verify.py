@@ -129,13 +129,7 @@ def verify(plan: Plan | PlanByKind) -> Verification:
     found = link_loads(plan.shards, fabric)
     rate = rate_of_loads(found, fabric)
     bound = plan.certificate.bound(fabric, plan.collective, plan.root) if fabric.size > 1 else None
-    check_claim("rate", plan.rate, rate)
-    check_claim("bound", plan.bound, bound)
-    if rate is not None and bound is not None and rate > bound:
-        raise PlanError(
-            f"the forest's rate {nearest_float(rate):.6g} GB/s exceeds the certified bound "
-            f"{nearest_float(bound):.6g}: the certificate does not fit this machine"
-        )
+    check_claims((plan.rate, plan.bound), rate, bound, "machine")
     loads: dict[tuple[str, str], float] = {}
     for link, load in zip(fabric.links, found, strict=True):
         if load:
@@ -586,6 +580,19 @@ def _owner(plan: Plan, shard: Shard, number: int) -> int:
 def _integer(value: int | None) -> int:
     assert value is not None
     return value
+
+
+def check_claims(
+    claims: tuple[float, float], rate: Fraction | None, bound: Fraction | None, machine: str
+) -> None:
+    """Raise PlanError unless a plan claims this rate and bound, and the rate is not above the bound."""
+    check_claim("rate", claims[0], rate)
+    check_claim("bound", claims[1], bound)
+    if rate is not None and bound is not None and rate > bound:
+        raise PlanError(
+            f"the forest's rate {nearest_float(rate):.6g} GB/s exceeds the certified bound "
+            f"{nearest_float(bound):.6g}: the certificate does not fit this {machine}"
+        )
 
 
 def check_claim(name: str, claimed: float, recomputed: Fraction | None) -> None:

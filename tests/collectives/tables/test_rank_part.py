@@ -410,17 +410,9 @@ def test_more_trees_than_fit_are_refused() -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(24))
-def test_parts_of_a_root_in_a_torus_are_rows_and_order_of_the_listed_form(seed: int) -> None:
-    plan = broadcast_of_hosts(seed, most=60)
-    if plan is not None:
-        assert same_rows(plan, range(plan.size), 2000 * plan.size, 480 * plan.size) > 0
-        assert same_order(plan, 2000 * plan.size, 480 * plan.size) > 0
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("seed", range(24))
-def test_parts_of_a_root_in_a_torus_of_servers_are_rows_of_the_listed_form(seed: int) -> None:
-    plan = broadcast_of_servers(seed, most=60)
+@pytest.mark.parametrize("make", [broadcast_of_hosts, broadcast_of_servers])
+def test_parts_of_a_root_in_a_torus_are_rows_and_order_of_the_listed_form(make: Any, seed: int) -> None:
+    plan = make(seed, most=60)
     if plan is not None:
         assert same_rows(plan, range(plan.size), 2000 * plan.size, 480 * plan.size) > 0
         assert same_order(plan, 2000 * plan.size, 480 * plan.size) > 0

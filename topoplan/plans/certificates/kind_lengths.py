@@ -164,8 +164,7 @@ def _tree_at_least(
     left = np.where(left < 0, 10 * left.max() + 1, left)
     if int(left.max()) < _FAR:
         left = left.astype(np.int64)
-    chain, beyond = np.zeros(size, dtype=left.dtype), np.zeros(size, dtype=left.dtype)
-    total = Fraction(0)
+    chain, total = np.zeros(size, dtype=left.dtype), Fraction(0)
     inside = [found.server] if found.island is None else [found.island, found.server]
     labels = (np.arange(size), *inside, found.leaf, found.pod)
     every = (found.weight, *(found.weight for _ in inside), leaves_of, pods_of)
@@ -180,12 +179,18 @@ def _tree_at_least(
         first, step, left = _less_entered(left, label, ranks)
         total += sum((int(step[one]) * weights[one] for one in first.tolist()), Fraction(0))
         chain = chain + step
-    # The sets of a root are entered from it alone: rows and columns change places.
-    left = left.T
+    beyond = _beyond(left, labels, ranks)
+    return [(total - int(chain[root]) + int(beyond[root])) / scale for root in roots]
+
+
+def _beyond(left: NDArray[Any], labels: Sequence[NDArray[np.int64]], ranks: int) -> NDArray[Any]:
+    """Return for each root the numbers of its own sets: all ranks outside of its part of each label, the last first."""
+    # They are entered from the root's part alone: rows and columns change places.
+    left, beyond = left.T, np.zeros(len(left), dtype=left.dtype)
     for label in reversed(labels):
         _, step, left = _less_entered(left, label, ranks)
         beyond = beyond + step
-    return [(total - int(chain[root]) + int(beyond[root])) / scale for root in roots]
+    return beyond
 
 
 def _ascended_tree(
@@ -229,24 +234,22 @@ def _ascended_tree(
                 break
     if fixed is not None:
         return [total]
-    left, beyond = left.T, np.zeros(size, dtype=left.dtype)
-    for label in (*labels[::-1], np.arange(size)):
-        _, nearest, left = _less_entered(left, label, size)
-        beyond = beyond + nearest
+    beyond = _beyond(left, (np.arange(size), *labels), size)
     return [total - int(chain[root]) + int(beyond[root]) for root in roots]
 
 
 def _unentered(ways: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
     """Return the strongly connected components that no way enters, in the order of their first vertices."""
-    reach = ways
-    while True:
-        further = (reach.astype(np.float32) @ reach.astype(np.float32)) > 0
-        if np.array_equal(further, reach):
-            break
-        reach = further
-    both = reach & reach.T
-    starts = np.flatnonzero(~(reach & ~both).any(axis=0))
-    return [np.flatnonzero(both[one]) for one in starts.tolist() if not both[one, :one].any()]
+    from scipy.sparse.csgraph import connected_components
+
+    many, component = connected_components(ways.astype(np.int64), connection="strong")
+    tails, heads = component[np.array(np.nonzero(ways))]
+    entered = np.zeros(many, dtype=bool)
+    entered[heads[tails != heads]] = True
+    numbers, first = np.unique(component, return_index=True)
+    return [
+        np.flatnonzero(component == one) for one in numbers[np.argsort(first)].tolist() if not entered[one]
+    ]
 
 
 _FAR = 1 << 60
