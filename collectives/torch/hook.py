@@ -766,8 +766,9 @@ class HookState:
         given = {id(one) for one in bucket.parameters()}
         if bucket.index() == 0 and seen and given and seen.isdisjoint(given):
             raise UsageError(
-                "this HookState counts the steps of one model and is registered with another one too; make a HookState "
-                "for each model"
+                "this HookState counts the steps of one model, and a first bucket is not of it; make a HookState for "
+                "each model, and leave out static_graph=True if gradients are sparse or of several types: its first "
+                "step has many first buckets"
             )
         self._seen_parameters = (seen | given, complete or bucket.is_last())
 

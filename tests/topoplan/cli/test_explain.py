@@ -399,6 +399,28 @@ def test_two_logs_say_what_changed(done: Done, told: Told, refused: Done, tmp_pa
     assert "no size in common" in refused(f"explain {LOGS / 'ring.log'} {other}")
 
 
+def test_two_logs_without_names_are_compared_by_their_columns(
+    done: Done, refused: Done, tmp_path: Path
+) -> None:
+    """nccl-tests before 2.13 do not print the test; a bus bandwidth of 7/4 or 7/8 of the other one of 8 ranks does."""
+    ranks = "".join(
+        f"#  Rank {i:2} Group  0 Pid {i} on node0 device {i} [0x0{i}] NVIDIA H100\n" for i in range(8)
+    )
+    size = 1 << 30
+    texts = []
+    for factor in (1.75, 0.875):
+        part = f"  4000.0  268.44  {268.44 * factor:.2f}"
+        texts.append(f"# nThread 1 nGpus 1\n{ranks}   {size}  33554432  float  sum  -1 {part}  0 {part}  0\n")
+    paths = [tmp_path / name for name in ("reduced.log", "scattered.log", "wrong.log")]
+    for path, text in zip(
+        paths, (*texts, texts[0].replace("  0 ", "  7 ").replace("  0\n", "  7\n")), strict=True
+    ):
+        path.write_text(text)
+    assert "no size in common" in refused(f"explain {paths[0]} {paths[1]}")
+    assert done(f"explain {paths[1]} {paths[1]}").startswith("no change: 1 size")
+    assert "the second log has no right row" in refused(f"explain {paths[0]} {paths[2]}")
+
+
 def test_published_rates_come_first(told: Told, done: Done) -> None:
     """The rates of such a machine decide; those of other numbers of servers are shown; an unknown machine says so."""
     log = LOGS / "two-h100.log"

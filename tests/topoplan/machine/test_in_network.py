@@ -191,7 +191,7 @@ def test_lengths_hold_around_a_switch_that_a_rank_is_next_to() -> None:
 
 
 def test_the_sum_of_an_allreduce_may_lie_at_a_switch() -> None:
-    """sw0 adds what both GPUs send and sw1 copies the sum: it crosses each link once, though no GPU holds it between."""
+    """sw0 adds what both GPUs send, and sw1 copies the sum: no GPU holds it before, and it crosses each link once."""
     ends = [("gpu0", "sw0"), ("gpu1", "sw0"), ("sw0", "sw1"), ("sw1", "gpu0"), ("sw1", "gpu1")]
     one_way = able(machine(2, dict.fromkeys(ends, 10.0), switches=2), kinds=["nvswitch"])
     assert topoplan.verify(topoplan.plan(one_way, "allreduce")).bound == 10
