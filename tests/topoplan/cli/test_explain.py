@@ -371,6 +371,21 @@ def test_an_average_that_the_rows_do_not_have_is_a_warning(done: Done, log: Path
     assert "Avg bus bandwidth 999.5 is not the average" in out
 
 
+def test_a_size_slower_than_a_larger_one_is_a_warning(done: Done) -> None:
+    part = ["  391.47  171.43  300.00", " 9395.24  28.57  50.00", " 4270.56  251.43  440.00"]
+    ranks = "".join(
+        f"#  Rank {i:2} Group  0 Pid {i} on node0 device {i} [0x0{i}] NVIDIA H100\n" for i in range(8)
+    )
+    sizes = (1 << 26, 1 << 28, 1 << 30)
+    rows = "".join(
+        f"   {size}  {size // 4}  float  sum  -1 {one}  0 {one}  0\n"
+        for size, one in zip(sizes, part, strict=True)
+    )
+    head = "# Collective test starting: all_reduce_perf\n# nThread 1 nGpus 1\n"
+    out = done("explain - --machine dgx-h100", stdin=head + ranks + rows)
+    assert "256MB takes 2.2 times as long as 1GB; run it again" in " ".join(out.split())
+
+
 def test_two_logs_say_what_changed(done: Done, told: Told, refused: Done, tmp_path: Path) -> None:
     """Times by size, NCCL's algorithm for them, channels and settings; a log against itself has no change."""
     spoken = (LOGS / "chosen.log").read_text()
