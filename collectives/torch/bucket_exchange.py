@@ -280,7 +280,8 @@ class DdpBucketExchange:
             dtype = torch.float64 if buffer.dtype == torch.float64 else torch.float32
             # EF21's estimates lack what residuals hold, so these are sent without a gradient too.
             idle = [] if averager.settings.top_k.ef21 else self._idle(layout, buffer)
-            self.residuals.arrange(layout, idle=idle, dtype=dtype, device=buffer.device, step=step)
+            with averager.communicator._refusing():
+                self.residuals.arrange(layout, idle=idle, dtype=dtype, device=buffer.device, step=step)
         elif self._narrow is not None and buffer.element_size() > self._narrow.itemsize:
             # divided before it is rounded: a sum may be too large for float16
             given, op = buffer.div(averager.communicator.size).to(self._narrow), "sum"
