@@ -11,7 +11,7 @@ allgather of the plan, whole, whatever filter or density the settings name.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -35,7 +35,9 @@ from collectives.torch.sparse_rows import NARROW, average_rows, sparse_rows
 from collectives.training.averaging import InStepAverager
 from collectives.training.buckets import DataPresence, error_in_bucket
 from collectives.training.checkpoint_state import BucketPart, describe_state, real_shape, warn_of_unused_state
+from collectives.training.common_rows import CommonRows
 from collectives.training.gradient_filters import Cast, Threshold
+from collectives.training.low_rank import LowRank
 from collectives.training.report import Recorder
 from topoplan.errors import TopoplanError
 
@@ -278,7 +280,8 @@ class DdpBucketExchange:
             dtype = torch.float64 if buffer.dtype == torch.float64 else torch.float32
             # EF21's estimates lack what residuals hold, so these are sent without a gradient too.
             idle = [] if averager.settings.top_k.ef21 else self._idle(layout, buffer)
-            self.residuals.arrange(layout, idle=idle, dtype=dtype, device=buffer.device, step=step)
+            with averager.communicator._refusing():
+                self.residuals.arrange(layout, idle=idle, dtype=dtype, device=buffer.device, step=step)
         elif self._narrow is not None and buffer.element_size() > self._narrow.itemsize:
             # divided before it is rounded: a sum may be too large for float16
             given, op = buffer.div(averager.communicator.size).to(self._narrow), "sum"
@@ -286,8 +289,10 @@ class DdpBucketExchange:
         top_k = averager.settings.top_k
         by_layer = top_k is not None and top_k.per == "layer"
         parts = _parts_of(layout, bucket) if averager.filters or by_layer else None
+        waiting: frozenset[str] = frozenset()
+        if isinstance(averager.settings.compression, Threshold | LowRank | CommonRows):
+            waiting = frozenset(f"parameter {number}" for number in self._idle(layout, buffer))
         if parts is not None and isinstance(averager.settings.compression, Threshold):
-            waiting = {f"parameter {number}" for number in self._idle(layout, buffer)}
             parts = tuple(one for one in parts if one.name not in waiting)
         return given, averager.start(
             layout.key,
@@ -297,6 +302,7 @@ class DdpBucketExchange:
             parts=parts,
             async_op=async_op,
             rounded_from=rounded_from,
+            idle=waiting,
         )
 
     def _begin_rows(
@@ -306,12 +312,18 @@ class DdpBucketExchange:
         self._check_numbers()
         step, started, nbytes = recorder.step, recorder.now(), nbytes_of(buffer)
         handle = average_rows(self._averager.communicator, buffer, async_op=async_op)
+        handle = handle.then(self._look_at_rows)
         handle.when_done(
             lambda: recorder.add(key, nbytes, started, density=1.0, how="rows", bound=math.inf, step=step)
         )
         if not async_op:
             handle.wait()
         return buffer, handle
+
+    def _look_at_rows(self, average: torch.Tensor) -> torch.Tensor:
+        if not bool(average.values().isfinite().all()):
+            self._averager.skips()
+        return average
 
     def _idle(self, layout: BucketLayout, buffer: torch.Tensor) -> list[int]:
         """Return the parameters with a gradient of zeros, which DDP may drop; their residuals wait."""
@@ -338,6 +350,10 @@ class DdpBucketExchange:
         parameters = bucket.parameters()
         numbers = self._numbers.of_bucket(parameters)
         return BucketLayout(numbers, tuple(real_count(one) for one in parameters))
+
+    def numbers_of(self, parameters: Iterable[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
+        """Return parameters with their numbers."""
+        return [(self._numbers.of(one), one) for one in parameters]
 
     @property
     def arrivals(self) -> list[list[int]] | None:

@@ -71,7 +71,7 @@ from collectives.training.exchange_settings import (
     warn_of_deprecated,
 )
 from collectives.training.gradient_estimates import check_saved_estimates
-from collectives.training.modes import BSP, Gossip, Mode, OuterMode, mode_of
+from collectives.training.modes import BSP, Gossip, LocalSGD, Mode, OuterMode, mode_of
 from collectives.training.outer_optimizers import check_rounds_in_flight
 from collectives.training.report import Recorder, log_compilation, log_start, register_recorder
 from topoplan.errors import BackendError, UsageError
@@ -410,7 +410,9 @@ class HookState:
         kept = {} if in_step is None else in_step.residuals.by_parameter()
         filters = EMPTY_STATE if in_step is None else in_step.averager.filter_state()
         found = self.buckets.outer_state() if isinstance(self.buckets, ModeExchange) else None
-        outer = {} if found is None else {"outer": found}
+        outer: dict[str, Any] = {} if found is None else {"outer": found}
+        if isinstance(self.buckets, ModeExchange) and isinstance(self.mode, LocalSGD):
+            outer["anchors"] = self.buckets.anchors()
         return {
             "format": FORMAT,
             "rank": self.rank,
@@ -495,6 +497,12 @@ class HookState:
             lost.append(self.buckets.restore_outer([(one["rank"], one["outer"]) for one in states], saved))
         elif "outer" in state:
             lost.append(OUTER_STATE)
+        anchors = state.get("anchors", {})
+        if isinstance(self.buckets, ModeExchange):
+            fits = state["ranks"] == self.size and isinstance(self.mode, LocalSGD) and self.mode.proximal
+            self.buckets.restore_anchors(anchors if fits else {})
+            if anchors and not fits:
+                lost.append("the anchors of parameters")
         self.recorder.step = int(state["step"])
         warn_of_unused_state(lost, why)
 
@@ -758,8 +766,9 @@ class HookState:
         given = {id(one) for one in bucket.parameters()}
         if bucket.index() == 0 and seen and given and seen.isdisjoint(given):
             raise UsageError(
-                "this HookState counts the steps of one model and is registered with another one too; make a HookState "
-                "for each model"
+                "this HookState counts the steps of one model, and a first bucket is not of it; make a HookState for "
+                "each model, and leave out static_graph=True if gradients are sparse or of several types: its first "
+                "step has many first buckets"
             )
         self._seen_parameters = (seen | given, complete or bucket.is_last())
 

@@ -14,7 +14,7 @@ import gc
 import json
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from operator import itemgetter
@@ -66,6 +66,8 @@ class ModeExchange:
         self._parameters: dict[int, torch.Tensor] = {}
         self._averaged: dict[int, int] = {}
         self._anchors: dict[int, torch.Tensor] = {}
+        self._restored: dict[int, torch.Tensor] = {}
+        """Anchors of a checkpoint by the numbers of their parameters, until these have a gradient."""
         self._sparse: dict[int, int] = {}
         """For parameters with sparse gradients the number of axes that number rows."""
         self._movers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
@@ -182,6 +184,17 @@ class ModeExchange:
     def outer_state(self) -> dict[str, Any] | None:
         """Return the state of an outer optimizer, its arrays as tensors; None without one."""
         return None if self._outer is None else _exchanged(self._outer.outer_state())
+
+    def anchors(self) -> dict[int, torch.Tensor]:
+        """Return copies of the anchors of a proximal `LocalSGD`, by the numbers of the parameters."""
+        held = self._in_step.numbers_of(self._parameters.values())
+        now = {number: self._anchors[id(one)] for number, one in held if id(one) in self._anchors}
+        return {number: one.detach().cpu().clone() for number, one in {**self._restored, **now}.items()}
+
+    def restore_anchors(self, kept: Mapping[int, torch.Tensor]) -> None:
+        """Replace the anchors by what `anchors` returned; empty, the next gradient sets them."""
+        self._anchors.clear()
+        self._restored = {int(number): one for number, one in kept.items()}
 
     def restore_outer(self, states: Sequence[tuple[int, Any]], saved: int | None = None) -> str:
         """Restore what `outer_state` returned on ranks of a job; see `OuterAverager.restore_outer`."""
@@ -321,7 +334,9 @@ class ModeExchange:
         if not isinstance(mode, LocalSGD) or not mode.proximal:
             return
         buffer, alpha = bucket.buffer(), mode.proximal * self._averager.scale
-        for (_, start, stop), one in zip(layout.parts(), bucket.parameters(), strict=True):
+        for (number, start, stop), one in zip(layout.parts(), bucket.parameters(), strict=True):
+            if (kept := self._restored.pop(number, None)) is not None:
+                self._anchors[id(one)] = kept.to(one).view(one.shape)
             if id(one) in self._anchors:
                 pull = one.detach() - self._anchors[id(one)]
                 if buffer.is_sparse:
@@ -358,6 +373,7 @@ class ModeExchange:
                 one.copy_(line.view_as(one))
 
     def _average(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._restored.clear()
         for one in parameters:
             self._anchors.pop(id(one), None)  # the next gradient sets it anew
         groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}

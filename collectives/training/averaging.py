@@ -183,6 +183,7 @@ class InStepAverager(Averager):
         self._filter = None if settings.filter is None else settings.filter.exchange(communicator)
         self._memory = None if self._filter is None else self._filter.memory
         self._filter_text = f"{settings.filter or ''}"
+        self._finite = True
         self._estimates: GradientEstimates | None = None
         if settings.top_k is not None and settings.top_k.ef21 is not None:
             self._estimates = GradientEstimates(communicator, settings.top_k.ef21)
@@ -199,6 +200,7 @@ class InStepAverager(Averager):
         parts: Sequence[BucketPart] | None = None,
         async_op: bool = True,
         rounded_from: int | None = None,
+        idle: frozenset[str] = frozenset(),
     ) -> Handle[Any]:
         """Start as `Averager.start`; without ``async_op`` the exchange runs in this thread, and raises its errors here.
 
@@ -243,7 +245,7 @@ class InStepAverager(Averager):
         if self._filter is not None:
             with comm._refusing():  # the last collective of a filter is its last step
                 filtered = self._filter.start(
-                    FilterCall(key, gradients, parts, step, scale, op, out, async_op)
+                    FilterCall(key, gradients, parts, step, scale, op, out, async_op, idle)
                 )
         note: Mapping[str, Any] | None
         if filtered is not None:
@@ -320,8 +322,13 @@ class InStepAverager(Averager):
         if self._memory is not None:
             self._memory.end_step()
 
+    def skips(self) -> None:
+        """Note that an average that travelled beside `start` is not finite: the same on all ranks."""
+        self._finite = False
+
     def give_up(self) -> None:
         super().give_up()
+        self._finite = True
         if self._memory is not None:
             self._memory.finite = False
             self._memory.settle()
@@ -338,11 +345,14 @@ class InStepAverager(Averager):
 
     def settle(self) -> None:
         memory, keys = self._memory, self._keys
-        finite = memory is None or memory.settle()
+        finite, self._finite = self._finite, True
+        if memory is not None:
+            memory.finite = memory.finite and finite
+            finite = memory.settle()
         if keys:
             # estimates are not finite if what was added to them is not
             finite, self._keys = self.communicator._end_sparse_step(keys, lost=not finite), set()
-        if not finite:
+        if not finite and (keys or memory is not None):
             self._warn_of_step()
 
     @property

@@ -113,7 +113,8 @@ class CommonRowsExchange(FilterWithState[CommonRows]):
         values = [library.values(one).reshape(-1) for one in given]
         kind: Any = np.float64 if library.dtype(given[0]) == "float64" else np.float32
         lines = [one.astype(kind) for one in values]
-        self.memory.add_to(held, lines, scale=call.scale)
+        fed, waiting = call.halves(held)
+        self.memory.add_to(fed, lines, scale=call.scale)
         layers = [
             [line[at.start : at.stop].reshape(at.rows, at.columns) for at in matrices] for line in lines
         ]
@@ -155,6 +156,7 @@ class CommonRowsExchange(FilterWithState[CommonRows]):
                 for mine in layers:
                     for layer, rows in zip(mine, chosen, strict=True):
                         layer[rows] = 0
+                self.memory.add_to(waiting, lines, scale=call.scale)
                 self.memory.keep(held, lines, scale=call.scale)
             return distribute_average(comm, total, given, call.out, self.memory)
 

@@ -59,6 +59,15 @@ class FilterCall:
     op: str
     out: Any
     async_op: bool
+    idle: frozenset[str] = frozenset()
+    """Names of parts without a gradient here: their residuals wait, as nobody may use the average."""
+
+    def halves(self, parts: Sequence[BucketPart]) -> tuple[list[BucketPart], list[BucketPart]]:
+        """Return the parts whose residuals are sent, and those whose residuals wait."""
+        return (
+            [one for one in parts if one.name not in self.idle],
+            [one for one in parts if one.name in self.idle],
+        )
 
 
 class GradientFilter(ABC):

@@ -133,7 +133,8 @@ class LowRankExchange(FilterWithState[LowRank]):
         whole = [one for one in call.parts if one.name not in approximated]
         values = [library.values(one).reshape(-1) for one in given]
         lines = [one.astype(np.float32) for one in values]
-        self.memory.add_to(held, lines, scale=call.scale)
+        fed, waiting = call.halves(held)
+        self.memory.add_to(fed, lines, scale=call.scale)
         matrices = [[_matrix(line[at.start : at.stop], at) for at in thin] for line in lines]
         rights = [self._right(at) for at in thin]
         with np.errstate(invalid="ignore"):
@@ -177,6 +178,7 @@ class LowRankExchange(FilterWithState[LowRank]):
                 kept = np.where(dead, _initial_factor(at.key, at.columns, how.rank), right)
                 self.memory.keep_arrays(at.key, [kept])
             if how.feedback:
+                self.memory.add_to(waiting, lines, scale=call.scale)
                 self.memory.keep(held, lines, scale=call.scale)
             return distribute_average(comm, total, given, call.out, self.memory)
 

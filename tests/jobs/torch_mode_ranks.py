@@ -196,11 +196,13 @@ def outer_rounds(
 
 @scenario(2)
 def rounds_in_ddp_are_those_of_the_plain_loop_and_a_restored_run_continues_bit_for_bit() -> None:
-    """Streaming fragments with a delay, warm-up steps, and 2 bits; and a strided parameter."""
-    for mode in (
+    """Streaming fragments with a delay, warm-up steps, 2 bits, and a proximal term; and a strided parameter."""
+    modes: tuple[Mode, ...] = (
+        LocalSGD(4, proximal=0.25),
         DiLoCo(period=4, fragments=2, delay=1, alpha=0.25, warm_up=2),
         SparseLoCo(period=3, k=3, chunk=16),
-    ):
+    )
+    for mode in modes:
         whole, _ = train_rounds(mode, range(11))
         half, state = train_rounds(mode, range(6))
         again, _ = train_rounds(mode, range(6, 11), half, state)
@@ -208,7 +210,7 @@ def rounds_in_ddp_are_those_of_the_plain_loop_and_a_restored_run_continues_bit_f
 
 
 def train_rounds(
-    mode: OuterMode,
+    mode: Mode,
     steps: range,
     weights: list[torch.Tensor] | None = None,
     saved: dict[str, Any] | None = None,

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -190,6 +191,35 @@ def a_sparse_embedding_may_be_unused_by_some_or_all_ranks() -> None:
             optimizer.step()
         state.close()
         assert furthest(bits(alone), bits(network)) < close
+
+
+@scenario(2)
+def rows_that_overflow_restore_the_residuals_of_all_buckets() -> None:
+    """A loss scaler then skips the step on all ranks, so what the step took out of the residuals is due again."""
+    for compression in (TopK(0.1), Threshold(1e-3), LowRank(1, begins=0), CommonRows(0.25, columns=1)):
+        table, layer = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 6)
+        model = DistributedDataParallel(nn.Sequential(table, layer))
+        state = HookState(compression=compression, loss_scale=1.0)
+        state.register(model)
+        for step in range(3):
+            before = kept_by(state)
+            model.zero_grad()
+            rows = torch.tensor([state.rank, 2, 2 + step])
+            if step == 2 and state.rank == 1:
+                table.weight.register_hook(lambda gradient: gradient * float("inf"))
+            model(rows).square().mean().backward()
+        assert not bool(table.weight.grad.coalesce().values().isfinite().all())
+        assert bool(layer.weight.grad.isfinite().all())
+        assert before, f"{compression}"
+        assert kept_by(state) == before, f"{compression}"
+        state.close()
+
+
+def kept_by(state: HookState) -> list[list[float]]:
+    """The residuals of a hook."""
+    saved = state.state_dict()
+    parts = [*saved["residuals"].values(), *chain(*saved["filters"]["residuals"].values())]
+    return [one.flatten().tolist() for one in parts]
 
 
 def uses_bags(step: int, rank: int) -> bool:

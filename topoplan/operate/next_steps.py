@@ -220,7 +220,10 @@ def log_steps(
     if kind == "another machine":
         if any(one.row and one.kind == kind and _in_network_explains(one.row) for one in verdicts):
             return ("--in-network nvswitch in place of none",)
-        own = "nvidia-smi topo -m > topo.txt on the machine that ran, then --machine topo.txt"
+        own = (
+            "nvidia-smi topo -m > topo.txt on the machine that ran, then --machine topo.txt; if that is the machine "
+            "given, set the bandwidths that its notes assume"
+        )
         fitting = machine_for(ranks)
         return (own, f"or {fitting}") if fitting and any(one.wrong_model for one in verdicts) else (own,)
     if kind == "small sizes only":

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from topoplan.errors import PlanError
+from topoplan.errors import PlanError, UsageError
 from topoplan.machine.fabric import CHANNEL_LINKS, STAGED, Fabric
 from topoplan.machine.fabric_structure import keeps_wires
 from topoplan.machine.permutation_groups import orbits
@@ -106,8 +106,14 @@ def verify(plan: Plan | PlanByKind) -> Verification:
         plan = plan.by_kind
     if not isinstance(plan, Plan):
         # Few plans are of clusters by kind, so their modules are imported here.
+        from topoplan.plans.plan_by_kind import PlanByKind
         from topoplan.plans.verify_by_kind import verify_by_kind
 
+        if not isinstance(plan, PlanByKind):
+            raise UsageError(
+                f"verify takes one plan, got {type(plan).__name__}; read a file by load_plan, and take the plans of a "
+                "SizePlans or MeshPlans one by one"
+            )
         return verify_by_kind(plan)
     fabric = _check_header(plan)
     if isinstance(plan.shards, ImageShards):

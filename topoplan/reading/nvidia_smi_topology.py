@@ -59,6 +59,7 @@ _LONGEST_LINE = 300
 _LISTED = re.compile(
     r"(?:[^:]{0,60}:)?\s*GPU (\d{1,3}(?:,\s?\d{1,3})*)\s*:\s*([A-Za-z][^:]*?)\s*(?:\(UUID:.*)?", re.IGNORECASE
 )
+_INSTANCE = re.compile(r"\s+MIG \S+\s+Device\s+\d+\s*:\s*\(UUID:\s*(MIG-[^)\s]+)\)")
 _ROW = re.compile(
     r"\|\s*(\d{1,3})\s+([A-Za-z]\S*(?: \S+)*)\s+(?:(?:On|Off|N/A|WDDM|TCC|MCDM)\s*)?"
     r"\|\s*(?:[0-9A-Fa-f]{4,8}:)?[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d.*"
@@ -110,6 +111,20 @@ def read_gpu_names(text: str) -> tuple[dict[int, str], str]:
         for number in numbers:
             names.setdefault(int(number), name.strip())
     return names, every or ("" if names else _only_model(text))
+
+
+def read_mig(text: str) -> dict[str, str]:
+    """Return the MIG instances that ``nvidia-smi -L`` lists, joined by commas, by column such as ``GPU0``."""
+    found: dict[str, list[str]] = {}
+    gpu = ""
+    for line in text.splitlines():
+        if len(line) > _LONGEST_LINE:
+            continue
+        if listed_gpu := _LISTED.fullmatch(line):
+            gpu = f"GPU{listed_gpu[1]}"
+        elif gpu and (instance := _INSTANCE.fullmatch(line.rstrip())):
+            found.setdefault(gpu, []).append(instance[1])
+    return {gpu: ",".join(instances) for gpu, instances in found.items()}
 
 
 def _only_model(text: str) -> str:
@@ -169,9 +184,12 @@ def name_gpus(text: str, gpus: Sequence[str], links: Mapping[str, int]) -> Named
         )
         return NamedGpus({}, None, (note,))
     known = [one for one in made.values() if one is not None]
-    if len(known) < len(made):
+    linked = [made[gpu] for gpu in made if links.get(gpu)] or list(made.values())
+    if len(known) < len(linked) or None in linked:
         return NamedGpus(models)
-    return NamedGpus(models, min(known, key=lambda one: (one.pcie, one.nvlink)))
+    slowest = min(known, key=lambda one: (one.pcie, one.nvlink))
+    wires = min(filter(None, linked), key=lambda one: one.nvlink)
+    return NamedGpus(models, replace(wires, pcie=slowest.pcie, socket=slowest.socket))
 
 
 _SERVER = "s0"
@@ -245,9 +263,10 @@ def parse_nvidia_smi(
         assume("pcie", f"PCIe assumed {pcie:g} GB/s per link and direction; set --pcie-bandwidth")
     if socket_given is None and len(cpus_of(tree.parents)) > 1:
         assume("socket", f"between CPUs assumed {socket:g} GB/s per direction; set --socket-bandwidth")
+    mig = {gpu: instances for gpu, instances in read_mig(text).items() if gpu in names}
     machine = Topology(
         name="nvidia-smi",
-        devices=_devices(matrix, nvlinks, tree, names, named),
+        devices=_devices(matrix, nvlinks, tree, names, named, mig),
         links=(
             *_nvlink_links(nvlinks, names, nvlink),
             *host_links(tree.parents, pcie=pcie, socket=socket),
@@ -255,6 +274,8 @@ def parse_nvidia_smi(
         notes=tuple(notes),
         source="nvidia-smi topo -m; it states no bandwidths, the notes say which were assumed",
     )
+    if mig:
+        machine = without_peer_access(machine)
     return _with_access(machine, matrix.access, names)
 
 
@@ -362,7 +383,12 @@ def with_refused_access(machine: Topology, refused: Mapping[tuple[str, str], str
 
 
 def _devices(
-    matrix: ConnectionMatrix, nvlinks: MatrixNvlinks, tree: PcieTree, names: dict[str, str], named: NamedGpus
+    matrix: ConnectionMatrix,
+    nvlinks: MatrixNvlinks,
+    tree: PcieTree,
+    names: dict[str, str],
+    named: NamedGpus,
+    mig: Mapping[str, str],
 ) -> tuple[Device, ...]:
     affinity = {names[gpu]: cpus for gpu, cpus in matrix.affinity.items()}
     nodes = {names[gpu]: numa for gpu, numa in matrix.numa.items() if re.fullmatch(r"\d{1,4}", numa)}
@@ -373,6 +399,7 @@ def _devices(
         name, model = names[gpu], named.models.get(gpu, "")
         known = {"host_bridge": tree.bridges.get(name), "numa_nodes": several.get(name)}
         known["memory_node"] = matrix.memory_nodes.get(gpu)
+        known["mig"] = mig.get(gpu)
         if tree.root(name) not in affinity_of:
             known["cpus"] = affinity.get(name)
         numa = _number(nodes.get(name))

@@ -371,6 +371,21 @@ def test_an_average_that_the_rows_do_not_have_is_a_warning(done: Done, log: Path
     assert "Avg bus bandwidth 999.5 is not the average" in out
 
 
+def test_a_size_slower_than_a_larger_one_is_a_warning(done: Done) -> None:
+    part = ["  391.47  171.43  300.00", " 9395.24  28.57  50.00", " 4270.56  251.43  440.00"]
+    ranks = "".join(
+        f"#  Rank {i:2} Group  0 Pid {i} on node0 device {i} [0x0{i}] NVIDIA H100\n" for i in range(8)
+    )
+    sizes = (1 << 26, 1 << 28, 1 << 30)
+    rows = "".join(
+        f"   {size}  {size // 4}  float  sum  -1 {one}  0 {one}  0\n"
+        for size, one in zip(sizes, part, strict=True)
+    )
+    head = "# Collective test starting: all_reduce_perf\n# nThread 1 nGpus 1\n"
+    out = done("explain - --machine dgx-h100", stdin=head + ranks + rows)
+    assert "256MB takes 2.2 times as long as 1GB; run it again" in " ".join(out.split())
+
+
 def test_two_logs_say_what_changed(done: Done, told: Told, refused: Done, tmp_path: Path) -> None:
     """Times by size, NCCL's algorithm for them, channels and settings; a log against itself has no change."""
     spoken = (LOGS / "chosen.log").read_text()
@@ -397,6 +412,28 @@ def test_two_logs_say_what_changed(done: Done, told: Told, refused: Done, tmp_pa
     other = tmp_path / "other.log"
     other.write_text((LOGS / "h100.log").read_text())
     assert "no size in common" in refused(f"explain {LOGS / 'ring.log'} {other}")
+
+
+def test_two_logs_without_names_are_compared_by_their_columns(
+    done: Done, refused: Done, tmp_path: Path
+) -> None:
+    """nccl-tests before 2.13 do not print the test; a bus bandwidth of 7/4 or 7/8 of the other one of 8 ranks does."""
+    ranks = "".join(
+        f"#  Rank {i:2} Group  0 Pid {i} on node0 device {i} [0x0{i}] NVIDIA H100\n" for i in range(8)
+    )
+    size = 1 << 30
+    texts = []
+    for factor in (1.75, 0.875):
+        part = f"  4000.0  268.44  {268.44 * factor:.2f}"
+        texts.append(f"# nThread 1 nGpus 1\n{ranks}   {size}  33554432  float  sum  -1 {part}  0 {part}  0\n")
+    paths = [tmp_path / name for name in ("reduced.log", "scattered.log", "wrong.log")]
+    for path, text in zip(
+        paths, (*texts, texts[0].replace("  0 ", "  7 ").replace("  0\n", "  7\n")), strict=True
+    ):
+        path.write_text(text)
+    assert "no size in common" in refused(f"explain {paths[0]} {paths[1]}")
+    assert done(f"explain {paths[1]} {paths[1]}").startswith("no change: 1 size")
+    assert "the second log has no right row" in refused(f"explain {paths[0]} {paths[2]}")
 
 
 def test_published_rates_come_first(told: Told, done: Done) -> None:

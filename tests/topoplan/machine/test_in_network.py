@@ -19,6 +19,7 @@ from topoplan.machine.cluster import nvswitch_cluster
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.certificate import Cut, Lengths
+from topoplan.plans.certificates.exchange import Steiner
 from topoplan.plans.loads import link_loads
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, Shard, Stage
@@ -187,6 +188,15 @@ def test_lengths_hold_around_a_switch_that_a_rank_is_next_to() -> None:
     for ends in ([(f"gpu{i}", "sw0") for i in range(3)], [("sw0", f"gpu{i}") for i in range(3)]):
         with pytest.raises(PlanError, match="part sw0, which can copy or add, from every rank"):
             Lengths(tuple((*one, Fraction(1)) for one in ends)).bound(fabric, "allreduce", None)
+
+
+def test_the_sum_of_an_allreduce_may_lie_at_a_switch() -> None:
+    """sw0 adds what both GPUs send, and sw1 copies the sum: no GPU holds it before, and it crosses each link once."""
+    ends = [("gpu0", "sw0"), ("gpu1", "sw0"), ("sw0", "sw1"), ("sw1", "gpu0"), ("sw1", "gpu1")]
+    one_way = able(machine(2, dict.fromkeys(ends, 10.0), switches=2), kinds=["nvswitch"])
+    assert topoplan.verify(topoplan.plan(one_way, "allreduce")).bound == 10
+    crossed_once = Steiner((("sw0", "sw1", Fraction(1)),))
+    assert crossed_once.bound(Fabric(one_way, ("nvlink",)), "allreduce", None) == 10
 
 
 @pytest.mark.parametrize(("collective", "gift"), [("allgather", "adds"), ("reduce_scatter", "copies")])

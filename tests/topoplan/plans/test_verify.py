@@ -20,6 +20,7 @@ import topoplan
 from tests.support.hand_plans import full_mesh, plan_of, stage, star, three_phase_plan
 from tests.support.small_fabrics import COLLECTIVES, ROOTED, machine
 from topoplan import Plan, PlanError, Topology
+from topoplan.errors import UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.shards import Shard
 from topoplan.plans.verify import Verification
@@ -464,3 +465,9 @@ def test_random_damage_raises_plan_error_or_leaves_a_true_plan(
     lowest = best_bound(fabric, plan.collective, plan.root)
     assert report.exact_rate <= lowest.bound(fabric, plan.collective, plan.root)
     assert runs_right(plan)
+
+
+@pytest.mark.parametrize("given", ["plan.json", {"format": "topoplan.plan/1"}, None])
+def test_what_is_not_a_plan_is_refused_in_one_line(given: Any) -> None:
+    with pytest.raises(UsageError, match=r"verify takes one plan, got .*read a file by load_plan"):
+        topoplan.verify(given)

@@ -522,6 +522,35 @@ def test_the_slowest_of_several_generations_gives_the_rates() -> None:
     assert wire_rates(found, "pcie") == {12.0}
 
 
+def test_a_gpu_without_nvlink_changes_no_rate_of_nvlinks() -> None:
+    """An L4 or RTX A2000 beside H100s and B200s limits PCIe alone."""
+    for model, links, nvlink, other in (
+        ("NVIDIA H100 PCIe", 12, 300.0, "NVIDIA L4"),
+        ("NVIDIA B200", 18, 900.0, "NVIDIA RTX A2000"),
+    ):
+        matrix = f"\tGPU0\tGPU1\tGPU2\nGPU0\tX\tNV{links}\tPHB\nGPU1\tNV{links}\tX\tPHB\nGPU2\tPHB\tPHB\tX\n"
+        machine = topoplan.load(f"GPU 0: {model}\nGPU 1: {model}\nGPU 2: {other}\n{matrix}")
+        out = [link.bandwidth for link in machine.links if link.src == "gpu0" and link.channel == "nvlink"]
+        assert sum(out) == nvlink
+        assert topoplan.plan(machine, gpus=[0, 1]).bound == nvlink
+
+
+def test_gpus_in_mig_mode_reach_each_other_through_the_host() -> None:
+    """``nvidia-smi -L`` lists their instances, which have no access between GPUs, whatever the matrix says."""
+    listed = "".join(
+        f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-{i})\n"
+        f"  MIG 3g.40gb     Device  0: (UUID: MIG-{i}a)\n  MIG 3g.40gb     Device  1: (UUID: MIG-{i}b)\n"
+        for i in range(4)
+    )
+    machine = topoplan.load(listed + uniform(4, "NV18"))
+    assert [machine.device(gpu).fact("mig") for gpu in machine.gpus] == [
+        f"MIG-{i}a,MIG-{i}b" for i in range(4)
+    ]
+    assert topoplan.plan(machine).bound < 48
+    one = topoplan.load(listed.split("GPU 1")[0] + uniform(4, "NV18"))
+    assert topoplan.plan(one, gpus=[1, 2, 3]).rate > 300
+
+
 @pytest.mark.parametrize(
     ("model", "links", "nvlink", "pcie"),
     [

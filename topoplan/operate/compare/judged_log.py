@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from topoplan.errors import UsageError
 from topoplan.machine.hardware import compute_capability
@@ -21,6 +22,9 @@ from topoplan.units import bus_factor, format_size
 
 ABOVE = 1.0005
 """Ratio to a bound above which an assumption is wrong (`fallen_assumption`)."""
+
+DIP = 1.5
+"""Ratio to the time of a larger size above which a row is doubted: a change of protocol explains less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +359,18 @@ def _doubts(rows: Sequence[JudgedRow], ranks: int) -> list[str]:
             above = _above(found, rate)
             if above:
                 doubt(above[0], f"{where}: {above[1]}", rate / found.best)
+    alike: dict[tuple[str, str, int | None], list[LoggedRow]] = {}
+    for row in sorted((one.row for one in rows), key=lambda row: row.size):
+        alike.setdefault((row.type, row.redop, row.root), []).append(row)
+    for small, large in (pair for same in alike.values() for pair in pairwise(same)):
+        first, second = small.timing.seconds, large.timing.seconds
+        if first > DIP * second and small.size < large.size:
+            doubt(
+                "dip",
+                f"line {small.line}: {format_size(small.size)} takes {first / second:.3g} times as long as "
+                f"{format_size(large.size)}; run it again, other traffic may have shared the links",
+                first / second,
+            )
     return [words + (f" (and {count - 1} more)" if count > 1 else "") for count, _, words in doubts.values()]
 
 

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from topoplan.errors import UsageError
+from topoplan.operate.compare.judged_log import TESTS, fits_factor
 from topoplan.operate.compare.nccl_debug_run import choice_lines
 from topoplan.reading.nccl.debug_log import LoggedCommunicator, NcclLog, parse_nccl_log, via_kind
 from topoplan.reading.nccl.perf_json import parse_perf_runs
-from topoplan.reading.nccl.perf_text import LoggedRow
+from topoplan.reading.nccl.perf_text import LoggedRow, PerfRun, columns_fit
 from topoplan.units import counted
 
 NOISE = 0.05
@@ -110,6 +111,10 @@ def log_changes(old: str, new: str) -> LogChanges:
     for where, text in (("the first", old), ("the second", new)):
         said = parse_nccl_log(text)
         found = _rows(text, said)
+        if not found and said is None and any(run.rows for run in parse_perf_runs(text)):
+            raise UsageError(
+                f"{where} log has no right row: all have wrong elements; topoplan explain judges it alone"
+            )
         if not found and said is None:
             raise UsageError(
                 f"{where} log holds no run of nccl-tests and no line of NCCL_DEBUG=INFO; give their output"
@@ -141,8 +146,8 @@ def _rows(text: str, spoken: NcclLog | None) -> dict[_Key, tuple[LoggedRow, str]
     """Return the fastest right row of each key, and NCCL's choice for it."""
     found: dict[_Key, tuple[LoggedRow, str]] = {}
     for run in parse_perf_runs(text):
-        test = run.collective or run.program
         ranks = run.stated or len(run.ranks)
+        test = run.collective or run.program or _test_by_columns(run, ranks)
         for row in run.rows:
             if row.wrong or not row.size:
                 continue
@@ -150,6 +155,16 @@ def _rows(text: str, spoken: NcclLog | None) -> dict[_Key, tuple[LoggedRow, str]
             if key not in found or row.timing.seconds < found[key][0].timing.seconds:
                 found[key] = (row, _choice(spoken, test, row.size))
     return found
+
+
+def _test_by_columns(run: PerfRun, ranks: int) -> str:
+    """Return the collectives that the columns of a run without a name fit; empty if its ranks are not known."""
+    names = [
+        name
+        for name, test in TESTS.items()
+        if columns_fit(run.rows, test) and all(fits_factor(row.timing, name, ranks) for row in run.rows)
+    ]
+    return " or ".join(names) if ranks > 1 else ""
 
 
 def _choice(spoken: NcclLog | None, test: str, size: int) -> str:

@@ -391,8 +391,9 @@ class Steiner(Lengths):
     """Lengths of the links under which a cheapest tree may pass helpers and switches.
 
     L is the length of the cheapest forest of the collective whose trees span the ranks and may have other inner
-    vertices: helpers in every tree, and as roots of an allreduce; switches that copy in trees that lead down, switches
-    that add in trees that lead up. If data may be coded instead, cuts are the bound, which may be higher.
+    vertices: helpers in every tree; switches that copy in trees that lead down, switches that add in trees that lead
+    up. Helpers and switches that add may be roots of an allreduce. If data may be coded instead, cuts are the bound,
+    which may be higher.
     For example n workers and k helpers with links of B each way behind one switch (BytePS: Jiang et al., OSDI 2020).
     With y = 1 on the links of workers and y = (n - 2) / n on those of helpers, c y is 2 B (n + k (n - 2) / n) in all.
     A star around a worker is 4 (n - 1) long up and down, and one around a helper 2 (n + n (n - 2) / n), which is equal.
@@ -449,8 +450,10 @@ def lightest_forest(fabric: Fabric, length: Sequence[int], collective: str, root
             total += ranks * one.length(members[0])
         found = Fraction(total, fabric.size)
     else:
+        # The sum may lie at a switch that adds, from where copies leave.
+        inside = beside((*fabric.helpers, *fabric.adding))
         roots = equivalent_vertices(table, terminals) + equivalent_vertices(
-            table, sorted(place[v] for v in beside(fabric.helpers))
+            table, sorted(place[v] for v in inside)
         )
         found = Fraction(
             min(trees["reduce"].length(same[0]) + trees["broadcast"].length(same[0]) for same in roots)

@@ -569,14 +569,14 @@ def timing_of(run: OpenRun, number: int, size: str, known: Mapping[str, str]) ->
         return None
     stated = next((known[name] for name in ("#wrong", "wrong") if name in known), "N/A")
     wrong = int(float(stated)) if _NUMBER.match(stated) and math.isfinite(float(stated)) else None
+    said = ""
     if wrong:
-        run.warnings.append(
-            f"line {number}: {_size_words(size)}: {wrong} wrong elements, so its time is meaningless"
-        )
+        said = f"{wrong} wrong elements, so its time is meaningless"
     elif wrong is None and stated != "N/A":
-        run.warnings.append(
-            f"line {number}: {_size_words(size)}: wrong elements must be a number, got {stated!r}"
-        )
+        said = f"wrong elements must be a number, got {stated!r}"
+    text = f"line {number}: {_size_words(size)}: {said}"
+    if said and run.warnings[-1:] != [text]:  # out of place and in place may have the same
+        run.warnings.append(text)
     seconds, algbw, busbw = (float(text) for text in figures)
     return Timing(seconds * 1e-6, algbw, busbw, wrong)
 
