@@ -186,11 +186,13 @@ class DdpBucketExchange:
         """
         layouts = [(one, self.layout_of(one)) for one in kept]
         self._check_numbers()
-        continued, self._continued = self._continued, None
+        continued = self._continued
         dense = [(one, layout) for one, layout in layouts if not one.buffer().is_sparse]
-        if not self._whole and (
-            continued is None or tuple(layout.numbers for _, layout in dense) != continued[0]
-        ):
+        if continued is not None and tuple(layout.numbers for _, layout in dense) != continued[0]:
+            continued = self._continued = (
+                None  # DDP has arranged them anew, that of a static graph in its third step
+            )
+        if not self._whole and continued is None:
             return list(kept)
         places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for one, layout in dense:
@@ -207,6 +209,7 @@ class DdpBucketExchange:
         else:
             chosen = continued[1]
             if sorted(places) != sorted(number for numbers in chosen for number in numbers):
+                self._continued = None
                 return list(kept)
             self._first = continued[0]
         rows = [one for one in kept if one.buffer().is_sparse]
@@ -367,9 +370,9 @@ class DdpBucketExchange:
         return [[list(numbers) for numbers in buckets] for buckets in (self._first, self._last)]
 
     def continue_buckets(self, saved: Sequence[Sequence[Sequence[int]]] | None) -> None:
-        """Exchange the next step in the buckets of a saved run, `bucket_numbers`; None for those of DDP.
+        """Exchange the next steps in the buckets of a saved run, `bucket_numbers`, until DDP arranges its own anew.
 
-        All ranks must give the same.
+        None stands for those of DDP. All ranks must give the same.
         """
         first, last = (tuple(tuple(one) for one in buckets) for buckets in saved or ((), ()))
         self._continued = (first, last) if first != last else None

@@ -30,7 +30,12 @@ from collectives.sparse.residuals import finite_residual
 from collectives.torch.plan_agreement import gather_by
 from collectives.torch.sharded_layout import sharded_units
 from collectives.torch.unit_reduction import REPLICAS, SHARDS, UnitReduction, low_rank_exchange
-from collectives.training.checkpoint_state import EMPTY_STATE, describe_state, warn_of_unused_state
+from collectives.training.checkpoint_state import (
+    EMPTY_STATE,
+    check_states,
+    describe_state,
+    warn_of_unused_state,
+)
 from collectives.training.exchange_settings import (
     Compression,
     GivenScale,
@@ -444,18 +449,19 @@ class ShardedCompression:
 
     def _unusable(self, state: Mapping[str, Any]) -> list[str]:
         """Return why residuals of a state are of no use here, if so; `UsageError` for the state of something else."""
-        if state.get("format") != FORMAT:
+        check_states([state], ("format", "step", "ranks", SHARDS, REPLICAS, "factors"))
+        if state["format"] != FORMAT:
             raise UsageError(
-                f"format of the state must be {FORMAT}, got {state.get('format')!r}; load what state_dict returned"
+                f"format of the state must be {FORMAT}, got {state['format']!r}; load what state_dict returned"
             )
         here = [[self.rank(which), self.size(which)] for which in (SHARDS, REPLICAS)]
-        found = [list(one) for one in state["ranks"]]
-        if [size for _, size in here] != [size for _, size in found]:
-            saved, now = (" x ".join(str(size) for _, size in one) for one in (found, here))
+        places = [list(one) for one in state["ranks"]]
+        if [size for _, size in here] != [size for _, size in places]:
+            saved, now = (" x ".join(str(size) for _, size in one) for one in (places, here))
             return [f"the state was saved by {saved} ranks, and there are {now}"]
-        if here != found:
+        if here != places:
             raise UsageError(
-                f"this rank is {here}, and the state is of {found}; load on each rank what it has saved"
+                f"this rank is {here}, and the state is of {places}; load on each rank what it has saved"
             )
         for one in self._reductions:
             one.check(state)

@@ -248,14 +248,14 @@ def listed_states(given: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> lis
     return list(given) if isinstance(given, list | tuple) else [cast("Mapping[str, Any]", given)]
 
 
-def check_states(states: Sequence[object]) -> None:
-    """Raise `UsageError` for anything that no `state_dict` returns."""
+def check_states(states: Sequence[object], needed: Sequence[str] = ("ranks",)) -> None:
+    """Raise `UsageError` for anything that no `state_dict` returns, by keys that its states have."""
     for one in states:
         if not isinstance(one, Mapping):
             raise UsageError(
                 f"a state must be what state_dict returned, got a {type(one).__name__}; load that"
             )
-        if "ranks" not in one:
+        if any(key not in one for key in needed):
             keys = ", ".join(map(repr, list(one)[:4])) or "nothing"
             raise UsageError(f"a state must be what state_dict returned, got one with {keys}; load that")
 

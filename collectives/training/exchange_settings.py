@@ -213,7 +213,7 @@ class TopK:
 
     def _share(self, found: Share, step: int) -> float:
         if not callable(found):
-            return found
+            return float(found)
         try:
             share = found(step)
         except Exception as error:

@@ -119,7 +119,7 @@ def density_1_gives_the_bits_of_dense_gradients() -> None:
     dense, compressed = sharded(mesh), sharded(mesh)
     for module in (dense, dense[0], dense[4]):
         module.set_custom_reduce_scatter(InOrder())
-    compress_fsdp2(compressed, TopK(1.0))
+    compress_fsdp2(compressed, TopK(1))
     for model in (dense, compressed):
         train(model, range(STEPS))
     assert parameters_of(dense) == parameters_of(compressed)
@@ -289,6 +289,18 @@ def a_restored_run_has_the_bits_of_one_that_did_not_stop() -> None:
         parameters = {name: one.detach().clone() for name, one in whole.named_parameters()}
         train(whole, range(5, 8), torch.float32)
         train(again, range(4), torch.float32)  # residuals of its own, which go
+        before = list(other.state_dict()["shards"].values())
+        for broken in (
+            None,
+            {"format": saved["format"]},
+            {key: saved[key] for key in saved if key != "factors"},
+        ):
+            with pytest.raises(UsageError, match="must be what state_dict returned"):
+                other.load_state_dict(broken)
+        left = list(other.state_dict()["shards"].values())
+        assert all(
+            torch.equal(one[kind], two[kind]) for one, two in zip(before, left, strict=True) for kind in one
+        )
         with torch.no_grad():
             for name, one in again.named_parameters():
                 one.copy_(parameters[name])

@@ -293,6 +293,7 @@ def a_run_whose_buckets_ddp_arranges_anew_continues_with_the_same_bits() -> None
         },
         find_unused_parameters=False,
     )
+    check_restored(SPARSE, find_unused_parameters=False, static_graph=True)
 
 
 def check_restored(settings: dict[str, dict[str, Any]], **ddp: Any) -> None:
@@ -323,12 +324,18 @@ def run(
     given: bool = False,
     find_unused_parameters: bool = True,
     bucket_cap_mb: float = 0.0005,
+    static_graph: bool = False,
 ) -> Run:
     """Train some steps, from a state if there is one; the hook may be given the order of the parameters."""
     network = model()
     hook = HookState(plan(), parameters=network.parameters() if given else None, **options)
-    how = {"find_unused_parameters": find_unused_parameters, "bucket_cap_mb": bucket_cap_mb}
-    ddp = wrapped(network, None, **how)
+    ddp = wrapped(
+        network,
+        None,
+        find_unused_parameters=find_unused_parameters,
+        bucket_cap_mb=bucket_cap_mb,
+        static_graph=static_graph,
+    )
     hook.register(ddp)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -158,8 +158,20 @@ def read_as_logged(options: argparse.Namespace, model: str) -> RequestedMachine:
         return _with_models(machine, model)
     machine = _with_models(read(**{f"{channel}_gbps": rate for channel, rate in assumed.items()}), model)
     rate = f", NVLink {made.nvlink:g} GB/s per link" if "nvlink" in assumed else ""
-    notes = (*machine.whole.notes, f"GPU taken from the log: {model}{rate}")
+    still = (
+        Note(words.format(assumed[channel]), "assumed", (channel,))
+        for channel, words in _ASSUMED.items()
+        if channel in assumed
+    )
+    notes = (*machine.whole.notes, f"GPU taken from the log: {model}{rate}", *still)
     return replace(machine, whole=replace(machine.whole, notes=notes))
+
+
+_ASSUMED = {
+    "pcie": "PCIe assumed {:g} GB/s per link and direction; set --pcie-bandwidth",
+    "socket": "between CPUs assumed {:g} GB/s per direction; set --socket-bandwidth",
+}
+"""Notes on rates that a log's model suggests and does not state, by channel."""
 
 
 def _with_models(machine: RequestedMachine, model: str) -> RequestedMachine:

@@ -31,7 +31,7 @@ MOST_HELPERS = 4096
 
 
 def cluster(
-    servers: Sequence[Server],
+    servers: Sequence[Server | Topology | str],
     *,
     nic_gbps: float | None = None,
     nics: int | str | None = None,
@@ -62,8 +62,9 @@ def cluster(
 
     Parameters
     ----------
-    servers : sequence of Server
-        At least one; each may stand for several equal ones, and may set its own ``nics`` and ``nic_gbps``.
+    servers : sequence of Server, Topology or str
+        At least one; each may stand for several equal ones, and may set its own ``nics`` and ``nic_gbps``. A machine
+        is one server.
     nic_gbps : float or None
         Gb/s of each NIC in each direction, as NICs are sold; None for the rate that all of the machine's NICs state.
     nics : int, str or None
@@ -137,9 +138,8 @@ def cluster(
     >>> round(topoplan.plan(sparks).rate, 3), topoplan.plan(sparks.remove_links(["s0-s1"])).rate
     (16.667, 12.5)
     """
-    if not servers:
-        raise UsageError("a cluster needs at least one server")
-    name = name or _name(servers)
+    listed = _as_servers(servers)
+    name = name or _name(listed)
     plugged = None
     deeper = (pod_size, pod_oversubscription, group_size, global_gbps, sides, dimension_nics)
     carrier = transport_of(transport, memory_gbps)
@@ -153,12 +153,12 @@ def cluster(
             if value is not None:
                 raise UsageError(f"{key} does not go with the network cables, got {value!r}; leave it out")
         _network("switch", rails, oversubscription, leaf_size, *deeper)
-        servers, plugged = plug_in(servers, cables, gbps_total)
+        listed, plugged = plug_in(listed, cables, gbps_total)
         network, carrier = "switch", CABLED if transport in (None, "rdma") else carrier
     elif cables or gbps_total is not None:
         raise UsageError("cables and gbps_total belong to the network cables; set it, or leave them out")
     made = _wire(
-        servers,
+        listed,
         nic_gbps=nic_gbps,
         nics=nics,
         network=_network(network, rails, oversubscription, leaf_size, *deeper),
@@ -232,8 +232,6 @@ def _wire(
         check_count("nics", nics, most=MOST_NICS)
     check_count("helpers", helpers, most=MOST_HELPERS)
     check_flow(flow_gbps)
-    if not servers:
-        raise UsageError("a cluster needs at least one server")
     if any(server.gbps_total is not None for server in servers):
         raise UsageError("gbps_total of a server belongs to the network cables; set it, or leave it out")
     servers = _with_named_nics(servers, nics)
@@ -314,6 +312,18 @@ def _network(
     return network if oversubscription is None else replace(network, oversubscription=oversubscription)
 
 
+def _as_servers(servers: Sequence[Server | Topology | str]) -> list[Server]:
+    """Return the servers as a list, a machine without `Server` as one; UsageError for none or something else."""
+    if isinstance(servers, Server | Topology | str):
+        raise UsageError(
+            f"servers must be a sequence, got one {type(servers).__name__}; write [Server(machine)]"
+        )
+    made = [one if isinstance(one, Server) else Server(one) for one in servers]
+    if not made:
+        raise UsageError("a cluster needs at least one server")
+    return made
+
+
 def _with_named_nics(servers: Sequence[Server], nics: int | str | None) -> list[Server]:
     """Return servers with exactly the NICs that are chosen by name."""
     made: dict[tuple[int, str], Topology] = {}
@@ -388,7 +398,7 @@ def _notes(wired: Mapping[Server, WiredServer]) -> tuple[str, ...]:
 
 
 def cluster_by_kind(
-    servers: Sequence[Server],
+    servers: Sequence[Server | Topology | str],
     *,
     nic_gbps: float | None = None,
     nics: int | str | None = None,
@@ -412,7 +422,7 @@ def cluster_by_kind(
 
     Parameters
     ----------
-    servers : sequence of Server
+    servers : sequence of Server, Topology or str
         As for `cluster`, without names.
     nic_gbps, nics, network, rails, oversubscription, leaf_size, pod_size, pod_oversubscription, group_size,
     global_gbps, sides, dimension_nics, nic_access, transport, memory_gbps, flow_gbps, name
@@ -442,8 +452,9 @@ def cluster_by_kind(
     deeper = (pod_size, pod_oversubscription, group_size, global_gbps, sides, dimension_nics)
     joined = _network(network, rails, oversubscription, leaf_size, *deeper)
     assert isinstance(joined, ClusterNetwork), "the network of a cluster by kind has a name"
+    listed = _as_servers(servers)
     made = _wire(
-        servers,
+        listed,
         nic_gbps=nic_gbps,
         nics=nics,
         network=joined,
@@ -453,7 +464,7 @@ def cluster_by_kind(
         memory_gbps=memory_gbps,
         flow_gbps=flow_gbps,
     )
-    named = next((server.name for server in servers if server.name), None)
+    named = next((server.name for server in listed if server.name), None)
     if named is not None:
         raise UsageError(f"servers of a cluster by kind have no names, got {named!r}; use topoplan.cluster")
     kinds = {id(one): one for _, one, _ in made.servers}

@@ -214,6 +214,7 @@ def parse_nvidia_smi(
     pcie_given = checked_rate("pcie_gbps", pcie_gbps)
     socket_given = checked_rate("socket_gbps", socket_gbps)
     matrix = read_matrix(text)
+    matrix = replace(matrix, gpus=tuple(sorted(matrix.gpus, key=lambda gpu: int(gpu[3:]))))
     rows = {gpu: max((matrix.nvlinks(gpu, other) for other in matrix.gpus), default=0) for gpu in matrix.gpus}
     named = name_gpus(text, matrix.gpus, rows)
     nvlinks = read_nvlinks(matrix, named.generation)
@@ -234,6 +235,12 @@ def parse_nvidia_smi(
     pcie = pcie_given or generation.pcie
     socket = socket_given or generation.socket
     notes: list[str] = [*matrix.notes, *named.notes, *nvlinks.notes, *tree.notes]
+
+    if [int(gpu[3:]) for gpu in matrix.gpus] != list(range(len(matrix.gpus))):
+        numbers = ", ".join(f"{number} is {gpu}" for number, gpu in enumerate(matrix.gpus))
+        notes.insert(
+            0, warning(f"the matrix leaves GPUs out; --gpus and answers number these from 0: {numbers}")
+        )
 
     def assume(channel: str, text: str) -> None:
         notes.append(Note(text, "assumed", (channel,)))

@@ -371,6 +371,20 @@ def test_an_average_that_the_rows_do_not_have_is_a_warning(done: Done, log: Path
     assert "Avg bus bandwidth 999.5 is not the average" in out
 
 
+def test_servers_of_unequal_ranks_have_no_published_rate(done: Done) -> None:
+    """12 GPUs as 8 + 4 reach less than 16 as 8 + 8: 94 % of their bound is as expected."""
+    ranks = "".join(
+        f"#  Rank {i:2} Group  0 Pid {i} on node{i // 8} device {i % 8} [0x0{i % 8}] NVIDIA H100\n"
+        for i in range(12)
+    )
+    part = "47450.0  181.03  331.9"
+    size = 1 << 33
+    head = "# Collective test starting: all_reduce_perf\n# nThread 1 nGpus 1\n"
+    text = f"{head}{ranks}   {size}  {size // 4}  float  sum  -1 {part}  0 {part}  0\n"
+    out = done("explain - --machine dgx-h100 --servers 2 --nic-bandwidth 400Gb/s", stdin=text)
+    assert ": as expected: busbw 331.9 GB/s at 8GB, 94 % of the upper bound" in out.splitlines()[0]
+
+
 def test_a_size_slower_than_a_larger_one_is_a_warning(done: Done) -> None:
     part = ["  391.47  171.43  300.00", " 9395.24  28.57  50.00", " 4270.56  251.43  440.00"]
     ranks = "".join(

@@ -559,3 +559,13 @@ def test_wrong_tori_are_refused(fields: dict[str, Any], match: str) -> None:
         topoplan.cluster_by_kind(servers, nic_gbps=400, network="torus", **fields).listed()
     with pytest.raises(UsageError, match="sides belongs to the network torus, not to switch"):
         topoplan.cluster([Server("dgx-h100", count=4)], nic_gbps=400, sides=[4])
+
+
+def test_machines_are_servers_too() -> None:
+    wanted = cluster([Server("dgx-1v"), Server("dgx-1v")], nics=1, nic_gbps=100)
+    assert cluster(["dgx-1v", topoplan.load("dgx-1v")], nics=1, nic_gbps=100) == wanted
+    for one in ("dgx-1v", Server("dgx-1v")):
+        with pytest.raises(
+            UsageError, match=r"servers must be a sequence, got one .*; write \[Server\(machine\)\]"
+        ):
+            cluster(one, nics=1, nic_gbps=100)  # type: ignore[arg-type]

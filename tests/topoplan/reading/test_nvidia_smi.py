@@ -522,6 +522,17 @@ def test_the_slowest_of_several_generations_gives_the_rates() -> None:
     assert wire_rates(found, "pcie") == {12.0}
 
 
+def test_columns_in_another_order_or_left_out_keep_the_numbers_of_gpus() -> None:
+    """--gpus 0,2 are GPU0 and GPU2 wherever their columns stand; a warning tells numbers if GPU0 is missing."""
+    matrix = "\tGPU1\tGPU0\tGPU2\nGPU1\tX\tPHB\tNV1\nGPU0\tPHB\tX\tPHB\nGPU2\tNV1\tPHB\tX\n"
+    machine = topoplan.load(matrix)
+    assert [device.name for device in machine.devices if device.kind == "gpu"] == ["gpu0", "gpu1", "gpu2"]
+    between = {(link.src, link.dst) for link in machine.links if link.channel == "nvlink"}
+    assert between == {("gpu1", "gpu2"), ("gpu2", "gpu1")}
+    odd = topoplan.load(matrix.replace("GPU2", "GPU5").replace("GPU0", "GPU3"))
+    assert "0 is GPU1, 1 is GPU3, 2 is GPU5" in odd.notes[0]
+
+
 def test_a_gpu_without_nvlink_changes_no_rate_of_nvlinks() -> None:
     """An L4 or RTX A2000 beside H100s and B200s limits PCIe alone."""
     for model, links, nvlink, other in (

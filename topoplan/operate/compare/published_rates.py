@@ -126,6 +126,7 @@ class NormalRate:
 def normal_rate(row: JudgedRow, machine: Topology, gpus: Sequence[int], model: str = "") -> NormalRate | None:
     """Return the published rates of a row's collective, size, GPUs, servers and NICs; None without any.
 
+    Servers that run unequal numbers of ranks have none.
     model: the GPUs' model in the log if the machine has others.
     """
     like = [rate for rate in published_rates() if rate.collective == row.collective]
@@ -143,6 +144,7 @@ def normal_rate(row: JudgedRow, machine: Topology, gpus: Sequence[int], model: s
             for rate in like
             if rate.servers > 1
             and rate.gpus == nics.ranks * rate.servers
+            and len(gpus) == nics.ranks * nics.servers
             and abs(rate.nics * rate.nic_gbps / 8 - nics.server) <= SAME_NICS * nics.server
             and _alike(rate, machine)
         ]
