@@ -72,8 +72,7 @@ class PeerWatchdog:
         self._births = {rank: _start_time(pid) for rank, pid in enumerate(placement.pids) if pid}
 
     def see_deaths(self) -> bool:
-        """Start a thread that raises the alarm when a process of this host ends; whether the system supports it for
-        each.
+        """Start a thread that raises the alarm when a process of this host ends; whether the system supports it.
 
         The thread sleeps until then, or until `close`.
         """

@@ -196,12 +196,7 @@ class CommunicatorMembers:
         *,
         prepared: int = 0,
     ) -> Any:
-        """Run a collective into private memory, again if a rank fails, and hand the result over when all ranks have
-        theirs.
-
-        `root` is an original rank; `seats` are the original ranks of the members at the call. `prepared` is the number
-        of a prepared call.
-        """
+        """Run a collective, again if a rank fails, and hand the result over when all ranks have theirs."""
         failure: BackendError | None = None
         while True:
             execution, membership = self.present

@@ -25,7 +25,7 @@ from topoplan.cli.output import (
     table_of,
     thinned,
 )
-from topoplan.cli.plan_cluster import refuse_listed_options, root_rank, where_words
+from topoplan.cli.plan_cluster import planned_by_kind, refuse_listed_options, where_words
 from topoplan.cli.simulate import EVENTS, LATE_ALONE, NCCL, TIMES, Times, event_rows, late_words, verdict
 from topoplan.cli.sources import (
     CHANNELS_BY_KIND,
@@ -59,7 +59,6 @@ from topoplan.schedules.nccl_tuning import (
     nccl_peaks,
     setting_by_kind,
 )
-from topoplan.solve.packing.kind_composition import plan_by_kind
 from topoplan.units import bus_factor, counted, format_size, labelled, number_ranges, rate_words
 
 LISTED_ONLY = ("gpus", "size")
@@ -99,21 +98,7 @@ def requested_plan(
     cluster = requested_in_network(options, cluster)
     if cluster is None:
         return None
-    try:
-        with progress_line("planning") as progress:
-            return plan_by_kind(
-                cluster,
-                collective,
-                root=root_rank(options),
-                channels=options.channels or "auto",
-                progress=progress,
-            )
-    except InfeasibleError as error:
-        if cluster.size <= MOST_LISTED_INSTEAD:
-            return None
-        raise InfeasibleError(
-            f"{error}; choose fewer servers, whose GPUs are listed", cut=error.cut
-        ) from None
+    return planned_by_kind(options, cluster, collective, "choose fewer servers, whose GPUs are listed")
 
 
 def _given_plan(options: argparse.Namespace, text: str | None) -> PlanByKind | None:

@@ -107,26 +107,32 @@ def refuse_listed_options(options: argparse.Namespace, needed: Sequence[str], ot
     refuse_listing(options, MOST_LISTED_INSTEAD, f"plans with {flags}", remedy)
 
 
-def run(options: argparse.Namespace, cluster: ClusterByKind) -> Answer | None:
-    """Plan a cluster by its kinds of servers; None if its servers can be planned only as a list.
-
-    InfeasibleError for a cluster too large for a list.
-    """
+def planned_by_kind(
+    options: argparse.Namespace, cluster: ClusterByKind, collective: str, otherwise: str
+) -> PlanByKind | None:
+    """Return the plan of a cluster by kind; None for one to list, an InfeasibleError with a remedy above that size."""
     try:
         with progress_line("planning") as progress:
-            made = plan_by_kind(
+            return plan_by_kind(
                 cluster,
-                options.collective,
+                collective,
                 root=root_rank(options),
-                channels=options.channels,
+                channels=options.channels or "auto",
                 progress=progress,
             )
     except InfeasibleError as error:
         if cluster.size <= MOST_LISTED_INSTEAD:
             return None
-        raise InfeasibleError(
-            f"{error}; --listed plans every GPU by itself, which may take hours", cut=error.cut
-        ) from None
+        raise InfeasibleError(f"{error}; {otherwise}", cut=error.cut) from None
+
+
+def run(options: argparse.Namespace, cluster: ClusterByKind) -> Answer | None:
+    """Plan a cluster by its kinds of servers; None if its servers can be planned only as a list."""
+    made = planned_by_kind(
+        options, cluster, options.collective, "--listed plans every GPU by itself, which may take hours"
+    )
+    if made is None:
+        return None
     if options.bound_only:
         return _bound_answer(made)
     part = None if options.list is None else ServerPart(made, options.list)

@@ -8,10 +8,12 @@ the forest and the bound from its certificate; neither is taken from a solver.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, wraps
+from typing import ParamSpec, Protocol, Self, TypedDict, TypeVar
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric, usable_fabric
@@ -22,6 +24,14 @@ from topoplan.plans.loads import forest_rate, initiator_notes, rate_of_loads
 from topoplan.plans.plan import COLLECTIVES, Plan, check_collective, root_rank
 from topoplan.plans.shards import ImageShards, Shard, Stage
 from topoplan.units import nearest_float
+
+
+class Request(TypedDict, total=False):
+    """What a schedule is asked for beside machine and collective, as of `topoplan.plan`."""
+
+    gpus: Sequence[int] | None
+    root: int | None
+    channels: str
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,7 @@ class Allocation:
     collective: str
     gpus: tuple[int, ...]
     root: int | None
+    channels: str = "auto"
 
     @staticmethod
     def of(
@@ -43,6 +54,7 @@ class Allocation:
         *,
         gpus: Sequence[int] | None = None,
         root: int | None = None,
+        channels: str = "auto",
         among: Sequence[str] = COLLECTIVES,
     ) -> Allocation:
         """Return the allocation that a caller describes.
@@ -58,7 +70,7 @@ class Allocation:
                 f"collective {known!r} is unknown to trees and rings; use topoplan.plan, or the schedule one-hop"
             )
         chosen = topology.select(gpus)
-        return Allocation(topology, known, chosen, root_rank(chosen, known, root))
+        return Allocation(topology, known, chosen, root_rank(chosen, known, root), channels)
 
     @cached_property
     def topology(self) -> Topology:
@@ -66,13 +78,32 @@ class Allocation:
         chosen = self.machine.subset(self.gpus).settled()
         return split(chosen) if chosen.half_duplex else chosen
 
-    def fabric(self, channels: str = "auto") -> Fabric:
+    def fabric(self, channels: str) -> Fabric:
         """Return the first choice of links that joins the ranks as the collective needs (see `usable_fabric`)."""
         return usable_fabric(self.topology, channels=channels, collective=self.collective, root=self.root)
 
-    def connected(self, channels: str = "auto") -> Fabric:
+    def connected(self) -> Fabric:
         """Return the first choice of links that leads from every rank to every other, for any collective."""
-        return usable_fabric(self.topology, channels=channels)
+        return usable_fabric(self.topology, channels=self.channels)
+
+
+class _Timed(Protocol):
+    def timed(self, seconds: float) -> Self: ...
+
+
+Asked = ParamSpec("Asked")
+Made = TypeVar("Made", bound=_Timed)
+
+
+def timed(make: Callable[Asked, Made]) -> Callable[Asked, Made]:
+    """Return a function whose plans state the seconds that it took."""
+
+    @wraps(make)
+    def made(*args: Asked.args, **asked: Asked.kwargs) -> Made:
+        started = time.perf_counter()
+        return make(*args, **asked).timed(time.perf_counter() - started)
+
+    return made
 
 
 def build_plan(

@@ -17,20 +17,20 @@ chain, over a switch that copies and adds.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
+from typing import Unpack
 
 from topoplan.errors import InfeasibleError, PlanError, UsageError, warning
 from topoplan.machine.cables import cabled_nics
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.hardware import is_apple
 from topoplan.machine.topology import Topology, TopologyLike
-from topoplan.plans.build import Allocation, stage_order, trivial_plan
+from topoplan.plans.build import Allocation, Request, stage_order, timed, trivial_plan
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 from topoplan.schedules.nccl_channels import MOST_CHANNELS, Order, chain_rate
@@ -46,6 +46,7 @@ Parents = dict[int, int]
 """Parent of every rank but the root."""
 
 
+@timed
 def double_binary_tree(
     topology: TopologyLike,
     collective: str = "allreduce",
@@ -72,17 +73,15 @@ def double_binary_tree(
     >>> plan.num_trees, plan.height, plan.rate
     (2, 4, 75.0)
     """
-    started = time.perf_counter()
-    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root, channels=channels)
     collective, rank = asked.collective, asked.root
     if collective not in ("allreduce", "broadcast", "reduce"):
         raise UsageError(
             f"double binary trees do not do {collective}; use allreduce, broadcast or reduce, or the ring"
         )
-    fabric = asked.connected(channels)
+    fabric = asked.connected()
     if fabric.size == 1:
-        made = trivial_plan(fabric, collective, root=rank, method="double binary tree")
-        return made.timed(time.perf_counter() - started)
+        return trivial_plan(fabric, collective, root=rank, method="double binary tree")
     trees = two_trees(range(fabric.size)) if rank is None else rooted_trees(fabric.size, rank)
     direct = {(arc.tail, arc.head) for arc in fabric.arcs}
     relayed = sum((parent, child) not in direct for tree in trees for child, parent in tree.items())
@@ -91,8 +90,7 @@ def double_binary_tree(
         for tree in trees
     ]
     notes = (f"{relayed} tree edges have no direct route and are relayed",) if relayed else ()
-    made = bounded_plan(fabric, collective, shards, "double binary tree", root=rank, notes=notes)
-    return made.timed(time.perf_counter() - started)
+    return bounded_plan(fabric, collective, shards, "double binary tree", root=rank, notes=notes)
 
 
 def two_trees(ranks: Sequence[int]) -> tuple[Parents, Parents]:
@@ -154,14 +152,9 @@ TREE, NVLS, NVLS_TREE = "nccl tree", "nvls", "nvls tree"
 """Schedule and method of the plans."""
 
 
+@timed
 def _nccl_plan(
-    kind: str,
-    topology: TopologyLike,
-    collective: str = "allreduce",
-    *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
+    kind: str, topology: TopologyLike, collective: str = "allreduce", **request: Unpack[Request]
 ) -> Plan:
     """Return a plan of NCCL's trees or NVLS, without what a GPU reads back of its own contribution.
 
@@ -182,22 +175,20 @@ def _nccl_plan(
     Traceback (most recent call last):
     topoplan.errors.InfeasibleError: no switch that copies and adds joins the GPUs of s0; use nccl-tree
     """
-    started = time.perf_counter()
-    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    asked = Allocation.of(topology, collective, **request)
     what, known, shards_of = _NCCL_KINDS[kind]
     if asked.collective not in known:
         raise UsageError(f"{what} does not do {asked.collective}; use {' or '.join(known)}, or the ring")
-    fabric = asked.connected(channels)
+    fabric = asked.connected()
     if fabric.size == 1:
         return trivial_plan(fabric, asked.collective, root=None, method=kind)
     shards = tuple(shards_of(ServerChannels(fabric), asked.collective))
     try:
-        made = bounded_plan(fabric, asked.collective, shards, kind)
+        return bounded_plan(fabric, asked.collective, shards, kind)
     except PlanError as error:
         if not fabric.barred:
             raise
         raise InfeasibleError(f"some GPUs are refused peer access: {error}") from error
-    return made.timed(time.perf_counter() - started)
 
 
 nccl_tree = partial(_nccl_plan, TREE)

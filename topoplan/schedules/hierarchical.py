@@ -18,11 +18,11 @@ one hop, and broadcasts the total. Trees, roots and shares come from one program
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import partial
 from itertools import product
+from typing import Unpack
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.machine.topology import TopologyLike
-from topoplan.plans.build import Allocation, stage_order, trivial_plan
+from topoplan.plans.build import Allocation, Request, stage_order, timed, trivial_plan
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, Shard, Stage
@@ -46,16 +46,15 @@ GRID_EXCHANGE, ROTATED_GRID_EXCHANGE = "grid exchange", "rotated grid exchange"
 Digits = tuple[int, ...]
 
 
+@timed
 def hierarchical(
     topology: TopologyLike,
     collective: str = "allreduce",
     *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
     levels: Sequence[str] = ("mesh",),
     rotated: bool = True,
     name: str = "hips",
+    **request: Unpack[Request],
 ) -> Plan:
     """Return a schedule that goes dimension by dimension.
 
@@ -77,11 +76,10 @@ def hierarchical(
     >>> made.num_trees, made.height, made.rate
     (2, 2, 50.0)
     """
-    started = time.perf_counter()
-    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
-    collective, rank, fabric = asked.collective, asked.root, asked.connected(channels)
+    asked = Allocation.of(topology, collective, **request)
+    collective, rank, fabric = asked.collective, asked.root, asked.connected()
     if fabric.size == 1:
-        return trivial_plan(fabric, collective, root=rank, method=name).timed(time.perf_counter() - started)
+        return trivial_plan(fabric, collective, root=rank, method=name)
     unknown = next((one for one in levels if one not in LEVELS), None)
     if unknown is not None or not levels:
         raise UsageError(f"level {unknown!r} is unknown; use {', '.join(LEVELS)}")
@@ -102,8 +100,7 @@ def hierarchical(
             edges = tuple(routes.edge(op, (parent,), child, share) for child, parent in parents)
             stages.append(Stage(op, grid.number(centre), edges))
         shards.append(Shard(share, tuple(stages)))
-    made = bounded_plan(fabric, collective, shards, name, root=rank)
-    return made.timed(time.perf_counter() - started)
+    return bounded_plan(fabric, collective, shards, name, root=rank)
 
 
 bml = partial(hierarchical, name="bml")
@@ -121,14 +118,13 @@ two_level = partial(hierarchical, levels=("mesh", "ps"), rotated=False, name="tw
 As MXNet's distributed store on one GPU of each machine (arXiv 1512.01274)."""
 
 
+@timed
 def grid_exchange(
     topology: TopologyLike,
     collective: str = "allreduce",
     *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
     rotated: bool = False,
+    **request: Unpack[Request],
 ) -> Plan:
     """Return the allreduce that exchanges sums along one dimension of the grid of `hierarchical`.
 
@@ -144,13 +140,12 @@ def grid_exchange(
     >>> made.num_trees, made.depth, made.rate
     (4, 3, 40.0)
     """
-    started = time.perf_counter()
-    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    asked = Allocation.of(topology, collective, **request)
     if asked.collective != "allreduce":
         raise UsageError(
             f"a grid exchange is an allreduce, not {asked.collective}; choose another schedule, such as trees"
         )
-    fabric = asked.connected(channels)
+    fabric = asked.connected()
     name = ROTATED_GRID_EXCHANGE if rotated else GRID_EXCHANGE
     if fabric.size == 1:
         return trivial_plan(fabric, asked.collective, root=None, method=name)
@@ -161,8 +156,7 @@ def grid_exchange(
     tried = [places] if rotated else [(place,) for place in places]
     forests = [_exchanged(grid, along, routes.emptied()) for along in tried]
     shards = max(forests, key=lambda forest: forest_rate(forest, fabric) or 0)
-    made = bounded_plan(fabric, asked.collective, shards, name)
-    return made.timed(time.perf_counter() - started)
+    return bounded_plan(fabric, asked.collective, shards, name)
 
 
 def _exchanged(grid: _Grid, along: Sequence[int], routes: LeastLoaded) -> list[Shard]:
@@ -275,14 +269,9 @@ def _factorings(size: int) -> Iterator[Digits]:
 RAILS, RELAYED_RAILS = "rails", "relayed rails"
 
 
+@timed
 def _rails(
-    kind: str,
-    topology: TopologyLike,
-    collective: str = "broadcast",
-    *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
+    kind: str, topology: TopologyLike, collective: str = "broadcast", **request: Unpack[Request]
 ) -> Plan:
     """Return the broadcast or reduce along rails, as many as the smallest server has GPUs.
 
@@ -297,13 +286,12 @@ def _rails(
     >>> plan.num_trees, plan.height, round(plan.rate, 2)
     (24, 4, 171.43)
     """
-    started = time.perf_counter()
-    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    asked = Allocation.of(topology, collective, **request)
     if asked.root is None:
         raise UsageError(
             f"rails are a broadcast or a reduce, not {asked.collective}; choose another schedule"
         )
-    fabric = asked.connected(channels)
+    fabric = asked.connected()
     servers = FabricServers(fabric)
     servers.check()
     op = asked.collective
@@ -320,7 +308,7 @@ def _rails(
         for relay in relays
         for place in range(count)
     ]
-    return bounded_plan(fabric, op, shards, kind, root=asked.root).timed(time.perf_counter() - started)
+    return bounded_plan(fabric, op, shards, kind, root=asked.root)
 
 
 rails = partial(_rails, RAILS)

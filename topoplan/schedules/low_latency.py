@@ -15,17 +15,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import lcm
+from typing import Unpack
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import TopologyLike
-from topoplan.plans.build import Allocation, stage_order, trivial_plan
+from topoplan.plans.build import Allocation, Request, stage_order, timed, trivial_plan
 from topoplan.plans.loads import forest_rate, link_loads
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan, check_collective
 from topoplan.plans.shards import Edge, Shard, Stage
@@ -35,6 +35,7 @@ from topoplan.solve.cuts_and_partitions import bounded_plan, whole_capacities
 from topoplan.solve.simplex.exact_simplex import PackingSimplex
 
 
+@timed
 def lowest_tree(
     topology: TopologyLike,
     collective: str = "allreduce",
@@ -60,19 +61,16 @@ def lowest_tree(
     >>> plan.num_trees, plan.height, plan.rate
     (1, 2, 25.0)
     """
-    started = time.perf_counter()
-    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
-    collective, rank, fabric = asked.collective, asked.root, asked.connected(channels)
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root, channels=channels)
+    collective, rank, fabric = asked.collective, asked.root, asked.connected()
     if fabric.size == 1:
-        made = trivial_plan(fabric, collective, root=rank, method="lowest tree")
-        return made.timed(time.perf_counter() - started)
+        return trivial_plan(fabric, collective, root=rank, method="lowest tree")
     if collective in ("allgather", "reduce_scatter"):
         shards = _gathering(fabric, collective)
     else:
         shards = [_best_shard(fabric, collective, range(fabric.size) if rank is None else (rank,))]
     name = "lowest tree" if len(shards) == 1 else "lowest trees"
-    made = bounded_plan(fabric, collective, shards, name, root=rank, method="lowest tree")
-    return made.timed(time.perf_counter() - started)
+    return bounded_plan(fabric, collective, shards, name, root=rank, method="lowest tree")
 
 
 def _gathering(fabric: Fabric, collective: str) -> list[Shard]:
@@ -207,6 +205,7 @@ def tree_depths(onward: Sequence[Sequence[int]], root: int) -> list[int]:
     return [depth[rank] for rank in range(len(onward))]
 
 
+@timed
 def one_hop_plan(
     topology: TopologyLike,
     collective: str = "allreduce",
@@ -236,12 +235,12 @@ def one_hop_plan(
     >>> one_hop_plan(machine, "broadcast").rate
     10.0
     """
-    started = time.perf_counter()
-    asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=ALL_COLLECTIVES)
-    collective, rank, fabric = asked.collective, asked.root, asked.connected(channels)
+    asked = Allocation.of(
+        topology, collective, gpus=gpus, root=root, channels=channels, among=ALL_COLLECTIVES
+    )
+    collective, rank, fabric = asked.collective, asked.root, asked.connected()
     if fabric.size == 1:
-        made = trivial_plan(fabric, collective, root=rank, method="one-hop")
-        return made.timed(time.perf_counter() - started)
+        return trivial_plan(fabric, collective, root=rank, method="one-hop")
     routes = LeastLoaded(fabric)
     roots = range(fabric.size) if rank is None else (rank,)
     share = Fraction(1, len(roots))
@@ -258,7 +257,7 @@ def one_hop_plan(
             edges = tuple(routes.edge(op, (centre,), other, share) for other in others)
             stages.append(Stage(op, centre, edges))
         shards.append(Shard(share, tuple(stages)))
-    return bounded_plan(fabric, collective, shards, "one-hop", root=rank).timed(time.perf_counter() - started)
+    return bounded_plan(fabric, collective, shards, "one-hop", root=rank)
 
 
 SPREAD = "spread-one-hop"
@@ -267,14 +266,8 @@ MOST_LEVELS = 256
 """Kinds of links up to which the search of shares settles all: 64 ports of unlike rates take 8 s."""
 
 
-def spread_one_hop(
-    topology: TopologyLike,
-    collective: str = "allreduce",
-    *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
-) -> Plan:
+@timed
+def spread_one_hop(topology: TopologyLike, collective: str = "allreduce", **request: Unpack[Request]) -> Plan:
     """Return the stars of `one_hop_plan` for an allreduce with the shares of the greatest rate, spread evenly.
 
     The shares are max-min fair: links that limit the rate of all shares are settled, the others are filled least, and
@@ -296,10 +289,9 @@ def spread_one_hop(
     >>> [str(shard.share) for shard in plan.shards], plan.rate, plan.bound
     (['1/3', '1/3', '1/3'], 2.5, 2.5)
     """
-    started = time.perf_counter()
     if check_collective(collective) != "allreduce":
         raise UsageError(f"{SPREAD} is for all_reduce, got {collective}; use one-hop")
-    even = one_hop_plan(topology, collective, gpus=gpus, root=root, channels=channels)
+    even = one_hop_plan(topology, collective, **request)
     if len(even.shards) < 2:
         return replace(even, schedule=SPREAD, method=SPREAD)
     fabric = Fabric(even.topology, even.channels)
@@ -307,7 +299,7 @@ def spread_one_hop(
     shards = [
         replace(shard, share=share) for shard, share in zip(even.shards, shares, strict=True) if share > 0
     ]
-    return bounded_plan(fabric, "allreduce", shards, SPREAD).timed(time.perf_counter() - started)
+    return bounded_plan(fabric, "allreduce", shards, SPREAD)
 
 
 def _spread_shares(fabric: Fabric, shards: Sequence[Shard]) -> list[Fraction]:
@@ -353,20 +345,9 @@ def _spread_shares(fabric: Fabric, shards: Sequence[Shard]) -> list[Fraction]:
     return shares
 
 
-def mesh(
-    topology: TopologyLike,
-    collective: str = "allreduce",
-    *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
-) -> Plan:
-    """Return one hop as HiPS's mesh, with the connections of workers that are the servers of gradients themselves.
-
-    >>> mesh("v100x4", "allreduce").notes[-1]
-    '12 connections: each rank that owns a part with all others'
-    """
-    made = one_hop_plan(topology, collective, gpus=gpus, root=root, channels=channels)
+def mesh(topology: TopologyLike, collective: str = "allreduce", **request: Unpack[Request]) -> Plan:
+    """Return one hop as HiPS's mesh, with the connections of workers that are the servers of gradients themselves."""
+    made = one_hop_plan(topology, collective, **request)
     pairs = {
         (edge.parent, edge.child) for shard in made.shards for stage in shard.stages for edge in stage.edges
     }
@@ -419,6 +400,7 @@ ONE_SHOT = "one-shot"
 ONE_SHOT_SERVERS = "one-shot three-phase"
 
 
+@timed
 def one_shot_plan(
     topology: TopologyLike,
     collective: str = "allreduce",
@@ -446,33 +428,25 @@ def one_shot_plan(
     >>> round(topoplan.simulate(plan, nbytes=1024).seconds * 1e6, 1)
     17.3
     """
-    started = time.perf_counter()
-    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root, channels=channels)
     _check(asked.collective)
-    fabric = asked.connected(channels)
+    fabric = asked.connected()
     if fabric.size == 1:
         return trivial_plan(fabric, asked.collective, root=None, method=ONE_SHOT)
     gathered = lowest_tree(topology, "allgather", gpus=gpus, channels="+".join(fabric.channels))
-    made = bounded_plan(fabric, asked.collective, exchange_of(gathered), ONE_SHOT)
-    return made.timed(time.perf_counter() - started)
+    return bounded_plan(fabric, asked.collective, exchange_of(gathered), ONE_SHOT)
 
 
+@timed
 def one_shot_servers(
-    topology: TopologyLike,
-    collective: str = "allreduce",
-    *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
+    topology: TopologyLike, collective: str = "allreduce", **request: Unpack[Request]
 ) -> Plan:
     """Return the allreduce in three phases, with a one-shot exchange between servers."""
-    started = time.perf_counter()
-    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    asked = Allocation.of(topology, collective, **request)
     _check(asked.collective)
-    fabric = asked.connected(channels)
+    fabric = asked.connected()
     shards = exchanging_servers(fabric, None)
-    made = bounded_plan(fabric, asked.collective, shards, ONE_SHOT_SERVERS)
-    return made.timed(time.perf_counter() - started)
+    return bounded_plan(fabric, asked.collective, shards, ONE_SHOT_SERVERS)
 
 
 def exchange_of(gathered: Plan) -> tuple[Shard, ...]:

@@ -15,7 +15,6 @@ Hashes are 64 bits of blake2b, the same on every machine. Rings are immutable: j
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -23,10 +22,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from hashlib import blake2b
+from typing import Unpack
 
 from topoplan.errors import UsageError
 from topoplan.machine.topology import TopologyLike
-from topoplan.plans.build import Allocation, stage_order, trivial_plan
+from topoplan.plans.build import Allocation, Request, stage_order, timed, trivial_plan
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Shard, Stage
 from topoplan.schedules.routes import LeastLoaded
@@ -110,17 +110,16 @@ KEYS = 20_000
 """Keys of equal size that represent the buffer if parts are placed by hashes."""
 
 
+@timed
 def parameter_server(
     topology: TopologyLike,
     collective: str = "allreduce",
     *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
     servers: Sequence[str] | None = None,
     placement: str = "equal",
     points: int = 128,
     replicas: int = 0,
+    **request: Unpack[Request],
 ) -> Plan:
     """Return the plan of an allreduce over parameter servers.
 
@@ -133,15 +132,14 @@ def parameter_server(
     >>> parameter_server("dgx-2").rate, parameter_server("dgx-2", servers=["gpu0"]).rate
     (80.0, 10.0)
     """
-    started = time.perf_counter()
-    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
-    collective, fabric = asked.collective, asked.connected(channels)
+    asked = Allocation.of(topology, collective, **request)
+    collective, fabric = asked.collective, asked.connected()
     if collective != "allreduce":
         raise UsageError(f"parameter servers add up and hand back, as an allreduce does, not {collective}")
     if placement not in PLACEMENTS:
         raise UsageError(f"placement {placement!r} is unknown; use {' or '.join(PLACEMENTS)}")
     if fabric.size == 1:
-        return trivial_plan(fabric, collective, root=None, method=NAME).timed(time.perf_counter() - started)
+        return trivial_plan(fabric, collective, root=None, method=NAME)
     owners = tuple(servers) if servers is not None else fabric.helpers or fabric.ranks
     wrong = next((one for one in owners if one not in fabric.vertices or owners.count(one) > 1), None)
     if wrong is not None or not owners:
@@ -163,7 +161,7 @@ def parameter_server(
             for op, ends in zip(stage_order(collective), (others, others + copies), strict=True)
         )
         shards.append(Shard(share, stages))
-    return bounded_plan(fabric, collective, shards, NAME).timed(time.perf_counter() - started)
+    return bounded_plan(fabric, collective, shards, NAME)
 
 
 def _parts(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.machine.cables import MOST_MESH, cabled_nics
@@ -23,7 +23,7 @@ from topoplan.machine.fabric_structure import FabricServers
 from topoplan.machine.hardware import is_apple
 from topoplan.machine.routing import staged
 from topoplan.machine.topology import TopologyLike
-from topoplan.plans.build import Allocation
+from topoplan.plans.build import Allocation, Request
 from topoplan.plans.certificates.certificate import Certified
 from topoplan.plans.plan import ALL_COLLECTIVES, COLLECTIVES, ROOTED, TREES, Plan, check_collective
 from topoplan.plans.verify import verify
@@ -83,15 +83,7 @@ ONE_FABRIC = ("nvlink", "pcie", "nvlink+network", "pcie+network")
 class Make(Protocol):
     """A function that makes a schedule, as `topoplan.one_hop_plan` does."""
 
-    def __call__(
-        self,
-        topology: TopologyLike,
-        collective: str = ...,
-        *,
-        gpus: Sequence[int] | None = ...,
-        root: int | None = ...,
-        channels: str = ...,
-    ) -> Plan:
+    def __call__(self, topology: TopologyLike, collective: str = ..., **request: Unpack[Request]) -> Plan:
         """Return the plan; raise InfeasibleError if the allocation has no such schedule."""
 
 
@@ -158,48 +150,30 @@ def _three_phase(trees: Plan, progress: Callable[[str], None] | None) -> Plan:
 
 
 def _ring(
-    kind: str,
-    topology: TopologyLike,
-    collective: str = "allreduce",
-    *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
+    kind: str, topology: TopologyLike, collective: str = "allreduce", **request: Unpack[Request]
 ) -> Plan:
     """Return rings of one kind; for "" over the requested channel, or the ring's own choice."""
+    channels = request.get("channels", "auto")
     own = kind or (channels if channels in ("nvlink", "pcie") else "auto")
-    return ring_plan(topology, collective, gpus=gpus, root=root, kind=own)
+    return ring_plan(topology, collective, gpus=request.get("gpus"), root=request.get("root"), kind=own)
 
 
-def nccl_ring(
-    topology: TopologyLike,
-    collective: str = "allreduce",
-    *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
-) -> Plan:
+def nccl_ring(topology: TopologyLike, collective: str = "allreduce", **request: Unpack[Request]) -> Plan:
     """Return NCCL's rings since 2.8: over direct links, or through other GPUs if that is faster.
 
     >>> round(nccl_ring("dgx-1v", gpus=[1, 4, 5, 7]).rate, 3), nccl_ring("dgx-1v", gpus=[1, 4, 5, 7]).schedule
     (33.333, 'relay ring')
     """
-    direct = _ring("", topology, collective, gpus=gpus, root=root, channels=channels)
+    direct = _ring("", topology, collective, **request)
     try:
-        relayed = ring_plan(topology, collective, gpus=gpus, root=root, kind="relay")
+        relayed = _ring("relay", topology, collective, **request)
     except InfeasibleError:
         return direct
-    return max(direct, relayed, key=lambda one: one.rate) if channels in ("auto", "nvlink") else direct
+    faster = max(direct, relayed, key=lambda one: one.rate)
+    return faster if request.get("channels", "auto") in ("auto", "nvlink") else direct
 
 
-def jaccl(
-    topology: TopologyLike,
-    collective: str = "allreduce",
-    *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
-) -> Plan:
+def jaccl(topology: TopologyLike, collective: str = "allreduce", **request: Unpack[Request]) -> Plan:
     """Return the faster of what JACCL runs: a full mesh of up to 8 ranks, and a ring both ways, in its best order.
 
     InfeasibleError for GPUs that are not Apple's and collectives of one root; if servers have several GPUs, no cable
@@ -208,7 +182,7 @@ def jaccl(
     >>> jaccl("mac-tb5-x4").rate, round(jaccl("mac-tb5-ring-x4").rate, 3), jaccl("mac-tb5-ring-x4").schedule
     (20.0, 13.333, "JACCL's ring")
     """
-    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    asked = Allocation.of(topology, collective, **request)
     machine = asked.machine
     foreign = next((gpu for gpu in asked.topology.gpus if not is_apple([machine.device(gpu)])), None)
     if foreign is not None:
@@ -221,12 +195,12 @@ def jaccl(
     found = []
     if len(servers) <= MOST_MESH:
         with suppress(InfeasibleError):
-            star = one_hop_plan(machine, collective, gpus=gpus, channels=channels)
+            star = one_hop_plan(machine, collective, **request)
             found.append(replace(star, schedule="JACCL's mesh"))
     with suppress(InfeasibleError):
-        chain = ring_plan(machine, gpus=gpus).shards[0].stages[-1]
+        chain = ring_plan(machine, gpus=request.get("gpus")).shards[0].stages[-1]
         order = [chain.root, *(edge.child for edge in chain.edges)]
-        ring = plan_from_rings(machine, collective, [order, order[::-1]], gpus=gpus, channels=channels)
+        ring = plan_from_rings(machine, collective, [order, order[::-1]], **request)
         found.append(replace(ring, schedule="JACCL's ring", method="ring"))
     if not found:
         raise InfeasibleError(
@@ -426,17 +400,12 @@ def _of_package(offer: Plugin) -> Schedule:
 def _checked(make: Make, where: str, remedy: str = "; correct its function") -> Make:
     """Return a function whose plans are verified, and whose faults are attributed to its schedule."""
 
-    def checked(
-        topology: TopologyLike,
-        collective: str = "allreduce",
-        *,
-        gpus: Sequence[int] | None = None,
-        root: int | None = None,
-        channels: str = "auto",
-    ) -> Plan:
-        asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=ALL_COLLECTIVES)
+    def checked(topology: TopologyLike, collective: str = "allreduce", **request: Unpack[Request]) -> Plan:
+        asked = Allocation.of(topology, collective, among=ALL_COLLECTIVES, **request)
+        # A function of another package may have no defaults.
+        every: Request = {"gpus": None, "root": None, "channels": "auto", **request}
         try:
-            made = make(topology, collective, gpus=gpus, root=root, channels=channels)
+            made = make(topology, collective, **every)
             if not isinstance(made, Plan):
                 raise PlanError(f"it is a {type(made).__name__}, not a Plan")
             if (made.collective, made.ranks, made.root) != (
@@ -463,13 +432,7 @@ def _checked(make: Make, where: str, remedy: str = "; correct its function") -> 
 
 
 def make_schedule(
-    name: str,
-    topology: TopologyLike,
-    collective: str = "allreduce",
-    *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
+    name: str, topology: TopologyLike, collective: str = "allreduce", **request: Unpack[Request]
 ) -> Plan:
     """Return the plan of a schedule by its name, over the requested channels.
 
@@ -478,11 +441,12 @@ def make_schedule(
     """
     schedule = find_schedule(name)
     try:
-        made = schedule.make(topology, collective, gpus=gpus, root=root, channels=channels)
+        made = schedule.make(topology, collective, **request)
     except InfeasibleError as error:
         raise InfeasibleError(
             f"no {schedule.words}: {cause(error)}; choose another schedule, such as {TREES}", cut=error.cut
         ) from None
+    channels = request.get("channels", "auto")
     if channels != "auto" and "+".join(made.channels) != channels:
         raise UsageError(
             f"schedule {name} runs over {'+'.join(made.channels)} here, not over {channels}; "

@@ -12,7 +12,6 @@ NCCL's channels (`topoplan.schedules.server_rings`), or one order of all ranks i
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric, usable_fabric
 from topoplan.machine.topology import Topology, TopologyLike
-from topoplan.plans.build import Allocation, trivial_plan
+from topoplan.plans.build import Allocation, timed, trivial_plan
 from topoplan.plans.plan import Plan
 from topoplan.schedules.hamiltonian_cycles import (
     NODE_LIMIT,
@@ -170,6 +169,7 @@ def _depth_first_order(fabric: Fabric) -> tuple[int, ...]:
 RING_KINDS = ("auto", "nvlink", "pcie", "relay")
 
 
+@timed
 def ring_plan(
     topology: TopologyLike,
     collective: str = "allreduce",
@@ -227,28 +227,19 @@ def ring_plan(
     >>> round(ring_plan(machine, gpus=[1, 4, 5, 7], kind="relay").rate, 3)
     33.333
     """
-    started = time.perf_counter()
     asked = Allocation.of(topology, collective, gpus=gpus, root=root)
     collective = asked.collective
     if kind not in RING_KINDS:
         raise UsageError(f"ring kind {kind!r} is unknown; use one of {', '.join(RING_KINDS)}")
     if len(asked.gpus) == 1:
         fabric = Fabric(asked.topology, ("nvlink",))
-        made = trivial_plan(fabric, collective, root=asked.root, method="ring")
-    else:
-        find = {"auto": _automatic, "nvlink": _over_nvlink, "pcie": _over_pcie, "relay": _relayed}[kind]
-        found = find(asked.topology)
-        shards = ring_forest(found.rings, found.fabric, collective=collective, root=asked.root)
-        made = bounded_plan(
-            found.fabric,
-            collective,
-            shards,
-            found.schedule,
-            root=asked.root,
-            method="ring",
-            notes=found.notes,
-        )
-    return made.timed(time.perf_counter() - started)
+        return trivial_plan(fabric, collective, root=asked.root, method="ring")
+    find = {"auto": _automatic, "nvlink": _over_nvlink, "pcie": _over_pcie, "relay": _relayed}[kind]
+    found = find(asked.topology)
+    shards = ring_forest(found.rings, found.fabric, collective=collective, root=asked.root)
+    return bounded_plan(
+        found.fabric, collective, shards, found.schedule, root=asked.root, method="ring", notes=found.notes
+    )
 
 
 @dataclass(frozen=True, slots=True)

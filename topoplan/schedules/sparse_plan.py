@@ -17,7 +17,6 @@ Learning", PPoPP 2022 (Ok-Topk).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -27,7 +26,7 @@ from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.machine.fabric import CHANNEL_CHOICES, Fabric
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.machine.topology import Topology, TopologyLike, as_topology
-from topoplan.plans.build import Allocation, build_plan
+from topoplan.plans.build import Allocation, build_plan, timed
 from topoplan.plans.certificates.certificate import OneFabric
 from topoplan.plans.certificates.exchange import (
     BetweenServersBound,
@@ -66,7 +65,7 @@ def sparse_servers(
     different numbers of GPUs of the allocation.
     """
     _check_entries(entries)
-    fabric = Allocation.of(topology, gpus=gpus).connected(channels)
+    fabric = Allocation.of(topology, gpus=gpus, channels=channels).connected()
     shards = exchanging_servers(fabric, entries)
     proofs: list[tuple[SparseCertificate, Fraction]] = [*_server_proofs(fabric.topology, fabric.channels)]
     for cut in _cuts(fabric, FabricServers(fabric), entries):
@@ -251,6 +250,7 @@ def _shape(topology: Topology, server: str) -> tuple[object, ...]:
     )
 
 
+@timed
 def sparse_plan(
     topology: TopologyLike,
     *,
@@ -296,18 +296,15 @@ def sparse_plan(
     >>> made.schedule, made.num_trees, round(made.rate, 2), round(made.bound, 2)
     ('sparse three-phase', 32, 52.08, 52.08)
     """
-    started = time.perf_counter()
     topology = as_topology(topology)
     share = entry_share(density, entry_bits=entry_bits, element_bits=element_bits)
     over_servers = False
     if channels in CHANNEL_CHOICES:  # neither divided between channels inside a server, nor unknown
-        fabric = Allocation.of(topology, gpus=gpus).connected(channels)
+        fabric = Allocation.of(topology, gpus=gpus, channels=channels).connected()
         over_servers = 1 < len(FabricServers(fabric).names) < fabric.size
     if over_servers:
-        made = sparse_servers(topology, entries=share, gpus=gpus, channels=channels)
-    else:
-        made = sparse_trees(plan(topology, "allreduce", gpus=gpus, channels=channels), entries=share)
-    return made.timed(time.perf_counter() - started)
+        return sparse_servers(topology, entries=share, gpus=gpus, channels=channels)
+    return sparse_trees(plan(topology, "allreduce", gpus=gpus, channels=channels), entries=share)
 
 
 def sparse_trees(plan: Plan, *, entries: Fraction) -> Plan:

@@ -15,7 +15,6 @@ trees could gain.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -27,7 +26,7 @@ from numbers import Integral
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import TopologyLike
-from topoplan.plans.build import Allocation, stage_order, trivial_plan
+from topoplan.plans.build import Allocation, stage_order, timed, trivial_plan
 from topoplan.plans.loads import link_loads
 from topoplan.plans.plan import ROOTED, Plan, Tree
 from topoplan.plans.shards import Edge, Shard, Stage
@@ -80,6 +79,7 @@ class _Routed:
     share: Fraction | None
 
 
+@timed
 def plan_from_trees(
     topology: TopologyLike,
     collective: str,
@@ -137,7 +137,6 @@ def plan_from_trees(
     >>> plan_from_trees("dgx-1v", "allreduce", [networkx.bfs_tree(nvlinks, "gpu4")], gpus=[1, 4, 5, 7]).rate
     25.0
     """
-    started = time.perf_counter()
     asked = Allocation.of(topology, collective, gpus=gpus)
     names = asked.topology.gpus
     given = [_given(tree, number, names) for number, tree in enumerate(_listed(trees))]
@@ -151,8 +150,7 @@ def plan_from_trees(
         )
     fabric = asked.fabric(channels)
     if fabric.size == 1:
-        made = trivial_plan(fabric, asked.collective, root=asked.root, method=USER_TREES)
-        return made.timed(time.perf_counter() - started)
+        return trivial_plan(fabric, asked.collective, root=asked.root, method=USER_TREES)
     routed, notes = _routed(given, fabric, asked)
     parts = _parts(routed, asked.collective, fabric.size)
     chosen = _shares(routed, parts, fabric)
@@ -170,7 +168,7 @@ def plan_from_trees(
         shards.sort(key=lambda shard: shard.stages[0].root)
     made = bounded_plan(fabric, asked.collective, shards, USER_TREES, root=asked.root, notes=notes)
     verify(made)
-    return made.timed(time.perf_counter() - started)
+    return made
 
 
 def plan_from_rings(

@@ -253,10 +253,7 @@ def run(
 def _begin_early(
     operations: Records, inputs: Records, frame: Numbers, control: Word, own: Word, ranks: Word
 ) -> None:
-    """Add up this rank's part of the sums of all ranks but the late one, if that has not come.
-
-    Another rank that cannot be read, or makes another call, is found after the agreement.
-    """
+    """Add up this rank's part of the sums of all ranks but the late one, if that has not come."""
     frame[EARLY] = ALL_AT_ONCE
     agreement, late = frame[AGREEMENT], frame[LATE] - 1
     notes, lies = NOTE + agreement % 2 * LENGTH, 8 * (LYING + agreement % 2)
