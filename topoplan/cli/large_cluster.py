@@ -365,7 +365,7 @@ def _shape_lines(
     rest = free - size
     after = [
         "" if ranked.following is None else f"{ranked.following:.6g} GB/s for the next job of {size:,}",
-        "" if ranked.left is None or rest == size else f"{ranked.left:.6g} GB/s for one of all {rest:,}",
+        "" if ranked.left is None or rest == size else f"{ranked.left:.6g} GB/s for a job of all {rest:,}",
     ]
     after_words = ", ".join(filter(None, after)) or "no plan by kind for them"
     yield from labelled(

@@ -309,5 +309,5 @@ def _remaining_words(best: GpuSet, sets: Sequence[GpuSet]) -> str:
         parts.append(f"{best.following:.6g} GB/s for the next job of {len(best.gpus)}")
     if best.left is not None and len(rest) != len(best.gpus):
         unit = "" if parts[1:] else " GB/s"
-        parts.append(f"{best.left:.6g}{unit} for one of all {len(rest)}")
+        parts.append(f"{best.left:.6g}{unit} for a job of all {len(rest)}")
     return f"{parts[0]}: {', '.join(parts[1:])}" if parts[1:] else f"{parts[0]}, no pair"

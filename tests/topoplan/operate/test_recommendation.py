@@ -144,7 +144,7 @@ def test_the_command_says_what_is_best_and_what_it_leaves(done: Done) -> None:
     out = done("recommend dgx-1v --count 3")
     assert out.startswith("all_reduce on dgx-1v: GPUs 0,2,3 are the best 3\n")
     assert "56 sets in 9 classes" in out
-    assert "leaves       1,4-7: 62.5 GB/s for the next job of 3, 50 for one of all 5" in out
+    assert "leaves       1,4-7: 62.5 GB/s for the next job of 3, 50 for a job of all 5" in out
     assert max(len(line) for line in out.splitlines()) <= 120
     apart = machine_of_gpus(3, {}).to_json()
     none = "all_reduce on small: no path joins any 2 of the 3 GPUs\n"
