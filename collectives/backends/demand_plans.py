@@ -1,7 +1,7 @@
 """Decide which plan moves uneven blocks: that of equal blocks, a known one, or a new one for their rounded demand.
 
 Blocks are rounded up to one of `STEPS` lengths between two powers of two: each is planned at most a 32nd longer than it
-is, however short beside the longest one. No block has less than its bytes, so the plan takes at most as long for these
+is, or one of `PARTS` of the longest. No block has less than its bytes, so the plan takes at most as long for these
 counts as for their demand. Lengths are bound at the call, and no byte of the rounding moves.
 
 A plan that is known serves other counts of an all-to-all too, if by its paths they take little more than the least time
