@@ -1,15 +1,18 @@
 """Decide which plan moves uneven blocks: that of equal blocks, a known one, or a new one for their rounded demand.
 
-A plan that is known serves other counts of an all-to-all too, if by its paths they take at most `SERVED_WITHIN` of the
-least time that some certificate of the known plans proves for them (`serving_plan`); all of it in exact numbers, so
-that all ranks decide alike. Otherwise a demand is planned: each block as the next eighth of the longest one, or as the
-next power of two below an eighth. So no block has less than its bytes, and the plan takes at most as long for these
-counts as for their demand. Blocks that stay are no traffic, and are planned alike.
+Blocks are rounded up to one of `STEPS` lengths between two powers of two: each is planned at most a 32nd longer than it
+is, or one of `PARTS` of the longest. No block has less than its bytes, so the plan takes at most as long for these
+counts as for their demand. Lengths are bound at the call, and no byte of the rounding moves.
+
+A plan that is known serves other counts of an all-to-all too, if by its paths they take little more than the least time
+that some certificate of the known plans proves for them (`serving_plan`): at most `EVEN_WITHIN` of it by the plan of
+equal blocks, at most `SERVED_WITHIN` by one of a demand, so that counts that drift are not planned in every call. All
+of it is in exact numbers, so that all ranks decide alike. Otherwise the demand is planned, to `PLANNED_WITHIN` of its
+bound. Blocks that stay are no traffic, and are planned alike.
 
 Blocks of an all-gather or reduce-scatter are one for each rank. They run by the trees of equal blocks, if these take at
 most `SERVED_WITHIN` of the time over the slowest cut, or little more: `WORTH_PLANNING`, and what `REPEATS` calls must
-save to pay for packing. Else they run by trees for the blocks in parts of 64 of the longest, or of 16 for each rank:
-all blocks together are at most a sixteenth of the longest longer then. Nothing else enters that choice, so the same
+save to pay for packing. Else they run by trees for the rounded blocks. Nothing else enters that choice, so the same
 counts add up in the same order, whatever ran before.
 """
 
@@ -36,16 +39,22 @@ from topoplan.plans.plan import ALL_TO_ALL, Plan
 from topoplan.solve.packing.block_trees import MOST_PACKED, can_plan_blocks, least_time
 
 SERVED_WITHIN = Fraction(9, 8)
-"""The most of the least possible time that counts may take by the plan of other ones."""
+"""The most of the least possible time that counts may take by a plan of uneven ones, or by trees of equal ones."""
+
+EVEN_WITHIN = Fraction(21, 20)
+"""The most of the least possible time that counts of an all-to-all may take by the plan of equal blocks."""
+
+PLANNED_WITHIN = 1 / 64
+"""The part of its bound that the plan of a demand may lack: with rounding its counts take a twentieth more at most."""
 
 MOST_PLANNED = 64
 """The most ranks that share switches for which demands of an all-to-all are planned: 0.2 s on eight servers."""
 
-MOST_EXACT = 32
-"""The most ranks for which the plan of a demand is an optimum; above, it may stay a twentieth below its bound.
+MOST_DIRECT = 32
+"""The most ranks on links between ranks alone (a torus) for which demands are planned: 64 take up to 3 s there."""
 
-On links between ranks alone (a torus) it is also the most for which demands are planned: 64 take up to 3 s there.
-"""
+MOST_EXACT = 8
+"""The most ranks for which the plan of a demand is an optimum: beyond, the last 64th may take minutes."""
 
 MOST_GATHERED = 64
 """The most ranks for which trees are packed for their blocks: 0.1 s on eight servers, up to 2 s with 16 on two."""
@@ -56,8 +65,11 @@ WORTH_PLANNING = Fraction(1, 50_000)
 REPEATS = 500
 """Calls in which trees for the blocks must save the time of packing them: counts may change with every call."""
 
-STEPS = 8
-"""Parts of the longest block to which the others are rounded."""
+STEPS = 32
+"""Lengths between two powers of two to which blocks are rounded up."""
+
+PARTS = 1 << 22
+"""Parts of the longest block in which others are counted: a shorter block counts as one part."""
 
 
 @lru_cache(maxsize=64)
@@ -65,54 +77,72 @@ def demand_of(rows: Counts) -> DemandMatrix | None:
     """Return the demand that is planned for some rows; None if the plan of equal blocks is meant.
 
     >>> demand_of(((9, 80, 3), (41, 0, 0), (75, 1, 0)))
-    ((1, 64, 4), (40, 1, 0), (64, 1, 1))
+    ((1, 4096, 156), (2112, 1, 0), (3840, 52, 1))
     >>> demand_of(((0, 50), (49, 7))), demand_of(((3, 0), (0, 4))), demand_of(())
     (None, None, None)
     """
-    longest = max((count for r, row in enumerate(rows) for s, count in enumerate(row) if r != s), default=0)
-    rounded = [
-        [_rounded(count, longest) if r != s else 0 for s, count in enumerate(row)]
-        for r, row in enumerate(rows)
-    ]
-    moved = {one for r, row in enumerate(rounded) for s, one in enumerate(row) if r != s}
-    if len(moved) < 2:
+    size = len(rows)
+    moved = [count for r, row in enumerate(rows) for s, count in enumerate(row) if r != s]
+    rounded = _rounded(moved)
+    if len(set(rounded)) < 2:
         return None
-    part = gcd(*moved)
-    return tuple(
-        tuple(1 if r == s else one // part for s, one in enumerate(row)) for r, row in enumerate(rounded)
-    )
+    blocks = iter(rounded)
+    return tuple(tuple(1 if r == s else next(blocks) for s in range(size)) for r in range(size))
 
 
 def demand_of_blocks(blocks: Sequence[int]) -> tuple[int, ...] | None:
     """Return the proportions of the blocks of ranks that are planned; None if those of equal blocks are meant.
 
     >>> demand_of_blocks((0, 9, 9000, 4500)), demand_of_blocks((7, 7)), demand_of_blocks((0, 0))
-    ((0, 1, 64, 32), None, None)
+    ((0, 33, 32768, 16384), None, None)
     """
-    parts, longest = max(STEPS * STEPS, 2 * STEPS * len(blocks)), max(blocks)
-    rounded = [-(-block * parts // longest) if longest else 0 for block in blocks]
-    part = gcd(*rounded)
-    return tuple(one // part for one in rounded) if len(set(rounded)) > 1 else None
+    rounded = _rounded(blocks)
+    return rounded if len(set(rounded)) > 1 else None
 
 
-def _rounded(count: int, longest: int) -> int:
-    """Return a count in parts of 64 of the longest, rounded up to 8, 16 .. 64 or a power of two."""
-    parts = -(-count * STEPS * STEPS // longest) if count else 0
-    return (
-        -(-parts // STEPS) * STEPS if parts > STEPS else 1 << max(parts - 1, 0).bit_length() if parts else 0
+def _rounded(blocks: Sequence[int]) -> tuple[int, ...]:
+    """Return the lengths of blocks without common divisor, rounded up to `STEPS` between powers of two; 0 stays 0."""
+    longest = max(blocks, default=0)
+    found = {0: 0}
+    for block in sorted(set(blocks) - {0}):
+        parts = -(-block * PARTS // longest)
+        step = 1 << max(parts.bit_length() - STEPS.bit_length(), 0)
+        found[block] = -(-parts // step) * step
+    part = gcd(*found.values())
+    return tuple(found[block] // part if part else 0 for block in blocks)
+
+
+def follows(rows: Counts, demand: DemandMatrix) -> bool:
+    """Return whether the blocks of rows are those of a demand in one scale, but for less than an element of each.
+
+    >>> demand = ((0, 8, 1), (1, 0, 1), (0, 1, 0))
+    >>> [follows(((5, long, 7), (7, 0, 8), (none, 7, 0)), demand) for long, none in ((63, 0), (50, 0), (63, 1))]
+    [True, False, False]
+    """
+    blocks = [
+        (count, one)
+        for r, (row, of) in enumerate(zip(rows, demand, strict=True))
+        for s, (count, one) in enumerate(zip(row, of, strict=True))
+        if r != s and (count or one)
+    ]
+    if not blocks or any(not count or not one for count, one in blocks):
+        return not blocks
+    return max(Fraction(count - 1, one) for count, one in blocks) < min(
+        Fraction(count + 1, one) for count, one in blocks
     )
 
 
-def demand_method(ranks: int) -> str:
-    """Return the planner's method for demands among so many ranks."""
-    return "exact" if ranks <= MOST_EXACT else "mwu"
+def demand_gap(ranks: int) -> float | None:
+    """Return the part of its bound that the plan of a demand among so many ranks may lack; None if it is an optimum."""
+    return None if ranks <= MOST_EXACT else PLANNED_WITHIN
 
 
 def serving_plan(known: Sequence[PlanKey], rows: Counts) -> Plan | None:
     """Return the known plan by which some rows take the least time, if that is close to the least possible one.
 
-    If demands among so many ranks are not planned, it is returned in any case, if it has all paths. The first of
-    equals is taken.
+    A plan of a demand may take `SERVED_WITHIN` of it, and then a faster one is taken, if there is one; alone, that of
+    equal blocks may take `EVEN_WITHIN`. If demands among so many ranks are not planned, the plan is returned in any
+    case, if it has all paths. The first of equals is taken.
 
     >>> import topoplan
     >>> plan = topoplan.plan("v100x4", "alltoall")
@@ -124,15 +154,18 @@ def serving_plan(known: Sequence[PlanKey], rows: Counts) -> Plan | None:
     np.fill_diagonal(moved, 0)
     blocks = moved.T.ravel()
     times = [
-        (_crossings(key).time(blocks), number) for number, key in enumerate(known) if has_paths(key, rows)
+        (block_crossings(key).time(blocks), number)
+        for number, key in enumerate(known)
+        if has_paths(key, rows)
     ]
     if not times:
         return None
     time, number = min(times)
-    if len(rows) <= (MOST_EXACT if _fabric(known[0]).direct else MOST_PLANNED):
+    if len(rows) <= (MOST_DIRECT if _fabric(known[0]).direct else MOST_PLANNED):
+        uneven = [one for one, place in times if isinstance(known[place].plan.certificate, Demand)]
+        enough = min([time / EVEN_WITHIN, *(one / SERVED_WITHIN for one in uneven)])
         demand = tuple(map(tuple, moved.tolist()))
-        bounds = (_least_time(key, demand) for key in known)
-        if all(time > bound * SERVED_WITHIN for bound in bounds):
+        if all(proved_time(key, demand) < enough for key in known):
             return None
     return known[number].plan
 
@@ -150,7 +183,7 @@ def is_worth_planning(even: PlanKey, blocks: Sequence[int], itemsize: int) -> bo
     """
     if len(blocks) > MOST_GATHERED or not can_plan_blocks(even.plan):
         return False
-    time = _crossings(even).time(np.array(blocks, dtype=np.int64))
+    time = block_crossings(even).time(np.array(blocks, dtype=np.int64))
     least = least_time(_fabric(even), even.plan.collective, blocks)
     worth = max(WORTH_PLANNING, _packing_seconds(len(blocks)) / REPEATS)
     return time > least * SERVED_WITHIN and (time - least) * itemsize > worth * 10**9
@@ -198,7 +231,7 @@ class BlockCrossings:
 
 
 @lru_cache(maxsize=64)
-def _crossings(key: PlanKey) -> BlockCrossings:
+def block_crossings(key: PlanKey) -> BlockCrossings:
     """Return the crossings of a plan; blocks of an all-to-all are numbered by destination, then by source."""
     fabric, size = _fabric(key), len(key.plan.ranks)
     shares: list[tuple[int, tuple[Fraction, ...]]]
@@ -245,7 +278,7 @@ def has_paths(key: PlanKey, rows: Counts) -> bool:
     return not (np.array(rows, dtype=np.bool_) & _without_path(key)).any()
 
 
-def _least_time(key: PlanKey, moved: Counts) -> Fraction:
+def proved_time(key: PlanKey, moved: Counts) -> Fraction:
     """Return a lower bound of the time by any plan, proved by the certificate of this one; 0 without one."""
     certificate = key.plan.certificate
     lengths = certificate.certificate if isinstance(certificate, Demand) else certificate

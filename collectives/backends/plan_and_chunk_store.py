@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 from collectives.backends.demand_plans import (
-    demand_method,
-    demand_of,
+    demand_gap,
     demand_of_blocks,
+    follows,
     has_paths,
     is_worth_planning,
     serving_plan,
@@ -293,10 +293,6 @@ class PlanStore:
         self._of_demands: dict[DemandMatrix, Plans] = {}
         self._of_blocks: dict[tuple[str, tuple[str, ...], tuple[int, ...]], Plans] = {}
         """By collective, channels and proportions of the blocks."""
-        if plans.collective == ALL_TO_ALL and isinstance(certificate := plans.plans[-1].certificate, Demand):
-            given = demand_of(certificate.demand)
-            if given is not None:
-                self._of_demands[given] = plans
         self.demands_planned = 0
         self._keys: dict[int, tuple[Plan, PlanKey]] = {}
 
@@ -351,19 +347,23 @@ class PlanStore:
     ) -> Plan:
         """Return the plan of an all-to-all in which row sends rows to column, with `made_by` as in `plan`.
 
-        It is one of the last `KEPT_DEMANDS`, or that of equal blocks (`even`), if `serving_plan` finds one, and else
-        that of the demand.
+        `even` is that of equal blocks, or a given one for a demand, by which rows run that follow it. Other rows run by
+        that of their demand, by `even` or by one of the last `KEPT_DEMANDS`, if `serving_plan` finds one, or by a new
+        one.
         """
-        plans = self._of_demands.pop(demand, None)
+        given = even.certificate
         # A given plan may lack paths for blocks that stay on their rank.
-        if plans is None or not has_paths(self.key(plans.plans[-1]), rows):
+        if isinstance(given, Demand) and follows(rows, given.demand) and has_paths(self.key(even), rows):
+            return even
+        plans = self._of_demands.pop(demand, None)
+        if plans is None:
             known = (even, *(one.plans[-1] for one in self._of_demands.values()))
             served = serving_plan([self.key(plan) for plan in known], rows)
             if served is not None:
                 return served
-            method = demand_method(len(demand))
+            epsilon = demand_gap(len(demand))
             plans = (made_by or plan_locally)(
-                lambda: plan_like(self._given, ALL_TO_ALL, demand=demand, method=method)
+                lambda: plan_like(self._given, ALL_TO_ALL, demand=demand, epsilon=epsilon)
             )
             self.demands_planned += 1
         return _kept(self._of_demands, demand, plans)

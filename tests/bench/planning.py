@@ -1,7 +1,8 @@
 """How long planning takes: the command against its imports, all allocations, and our tree oracle against networkx's.
 
-``python -m tests.bench planning --demands GPUS`` plans uneven all-to-alls alone, up to so many GPUs, and
-``--blocks GPUS`` gathers and reductions of uneven blocks.
+``python -m tests.bench planning --demands GPUS`` plans uneven all-to-alls alone, up to so many GPUs, ``--drift GPUS``
+runs those of experts whose popularity drifts by kept plans, and ``--blocks GPUS`` has gathers and reductions of uneven
+blocks.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from math import isinf
 import networkx
 
 import topoplan
+from collectives.backends.demand_plans import demand_of, proved_time
+from collectives.backends.plan_and_chunk_store import PlanStore
 from tests.bench.tables import Table
 from tests.bench.timing import medians, seconds_of
-from tests.support.demands import one_hot, time_of_blocks, uniform, zipf
+from tests.support.demands import drifting, one_hot, time_of_blocks, time_of_counts, uniform, zipf
 from topoplan.cli.arguments import OneLineParser
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
@@ -29,6 +32,7 @@ from topoplan.plans.loads import stage_links
 from topoplan.plans.minimum_trees import cheapest_arborescence
 from topoplan.plans.shards import path_ends
 from topoplan.solve.packing.block_trees import least_time, plan_blocks
+from topoplan.solve.packing.demand_paths import slowest_cut
 from topoplan.solve.packing.exact import pack_exact
 from topoplan.solve.packing.multiplicative_weights import pack_mwu
 from topoplan.solve.packing.packing_program import Packing
@@ -39,6 +43,9 @@ RUNS = 9
 
 SIZES = (8, 16, 32, 64, 256)
 """GPUs of the uneven all-to-alls, on servers of eight."""
+
+STEPS = 200
+"""Demands that drift."""
 
 MOST_ON_TORUS = 32
 """GPUs of a torus whose optimum takes seconds; beyond only plans within a gap are timed."""
@@ -52,10 +59,16 @@ def main(words: Sequence[str] = ()) -> None:
     parser.add_argument(
         "--blocks", type=int, metavar="GPUS", help="pack trees for uneven blocks alone, up to so many"
     )
+    parser.add_argument(
+        "--drift", type=int, metavar="GPUS", help="find plans for demands that drift alone, up to so many"
+    )
     asked = parser.parse_args(list(words))
     most = asked.demands
     if asked.blocks is not None:
         _blocks(asked.blocks)
+        return
+    if asked.drift is not None:
+        _drift(asked.drift)
         return
     if most is None:
         _whole_command()
@@ -90,6 +103,43 @@ def _demands(most: int) -> None:
                     table.row(
                         name, size, shape.__name__, method, *taken, plan.gap, plan.num_trees, kind, gain
                     )
+
+
+def _drift(most: int) -> None:
+    """Find the plan of each step of demands that drift: how many steps are served, and their time over its bound."""
+    print(f"\n{STEPS} uneven all-to-alls that drift; over bound: time by the plan, over a proved least time")
+    table = Table(
+        "machine|<14", "GPUs|4", "planned|7", "served|7.1%", "mean over bound|15.3f", "most|7.3f", "when planned|12.3f",
+        "ms served|9.1f", "ms planned|10.1f",
+    )  # fmt: skip
+    for size in (size for size in SIZES if size <= most):
+        machines = _demand_machines(size) if size > 8 else [("dgx-1v", topoplan.load("dgx-1v"))]
+        for name, machine in machines:
+            even = topoplan.plan(machine, "alltoall")
+            store, known = PlanStore(even), {}
+            over: dict[bool, list[float]] = {False: [], True: []}
+            taken = {False: 0.0, True: 0.0}
+            for step in drifting(size, STEPS, tokens=8192):
+                rows = tuple(
+                    tuple(count * (a != b) for b, count in enumerate(row)) for a, row in enumerate(step)
+                )
+                before, started = store.demands_planned, time.process_time()
+                demand = demand_of(rows)
+                plan = even if demand is None else store.plan_of_demand(demand, rows, even)
+                used, new = time.process_time() - started, store.demands_planned > before
+                key = store.key(plan)
+                known[key.digest] = key
+                fabric = Fabric(plan.topology, plan.channels)
+                proved = (proved_time(one, rows) for one in known.values())
+                least = max(*proved, slowest_cut(fabric, rows)[0])
+                over[new].append(float(time_of_counts(key, rows) / least))
+                taken[new] += used * 1e3
+            both = over[False] + over[True]
+            table.row(
+                name, size, store.demands_planned, len(over[False]) / STEPS, sum(both) / STEPS, max(both),
+                max(over[True], default=None), taken[False] / max(len(over[False]), 1),
+                taken[True] / max(len(over[True]), 1),
+            )  # fmt: skip
 
 
 def _blocks(most: int) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from random import Random
 
+import numpy as np
+
+from collectives.backends.demand_plans import block_crossings
+from collectives.tables.lowering import PlanKey
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.loads import stage_links
 from topoplan.plans.plan import Plan
@@ -39,6 +43,33 @@ def one_hot(size: int, seed: int = 0) -> Rows:
     return [[3_000_000 * (b == seed and a != b) for b in range(size)] for a in range(size)]
 
 
+def hot_block(size: int, ratio: int) -> Rows:
+    """One block that is so many times as long as the others, from the first rank to the last."""
+    return [[ratio if (a, b) == (0, size - 1) else int(a != b) for b in range(size)] for a in range(size)]
+
+
+def hot_rows(size: int, ratio: int) -> Rows:
+    """Two ranks that send so many times as much as the others, on two servers if there are some."""
+    return [[(ratio if a in (1, size // 2 + 1) else 1) * (a != b) for b in range(size)] for a in range(size)]
+
+
+def magnitudes(size: int, seed: int = 0) -> Rows:
+    """Blocks of 1 to 100,000, drawn by their magnitude."""
+    pick = Random(f"magnitudes {seed}")
+    return [[int(10 ** pick.uniform(0, 5)) * (a != b) for b in range(size)] for a in range(size)]
+
+
+def drifting(size: int, steps: int, *, tokens: int, seed: int = 0) -> Iterator[Rows]:
+    """Blocks of a mixture of experts whose popularity drifts: the tokens of each rank, drawn anew in every step."""
+    draw = np.random.default_rng(seed)
+    start = -np.log(1 + draw.permutation(size)) + draw.normal(0, 0.3, (size, size))
+    now = start
+    for _ in range(steps):
+        now = start + (now - start) * 0.99 + draw.normal(0, 0.05, size)
+        parts = np.exp(now)
+        yield [draw.multinomial(tokens, row / row.sum()).tolist() for row in parts]
+
+
 def time_of_blocks(plan: Plan, blocks: Sequence[int]) -> Fraction:
     """Return the time in which the trees of a plan move blocks of ranks: units of ``blocks`` per GB/s."""
     fabric = Fabric(plan.topology, plan.channels)
@@ -48,3 +79,8 @@ def time_of_blocks(plan: Plan, blocks: Sequence[int]) -> Fraction:
         for link in stage_links(shard.stages[0], fabric):
             loads[link] += amount
     return max(load / width for load, width in zip(loads, fabric.capacity, strict=True))
+
+
+def time_of_counts(key: PlanKey, rows: Sequence[Sequence[int]]) -> Fraction:
+    """Return the time of an all-to-all by a plan, as `demand_plans` counts it: elements that row sends per GB/s."""
+    return block_crossings(key).time(np.array(rows, dtype=np.int64).T.ravel())

@@ -37,7 +37,7 @@ from topoplan.plans.size_plans import SizePlans
 from topoplan.schedules.registry import SCHEDULES
 from topoplan.schedules.ring import RING_KINDS, ring_plan
 from topoplan.schedules.routes import LeastLoaded
-from topoplan.solve.planner import METHODS, plan
+from topoplan.solve.planner import GAP, METHODS, plan
 from topoplan.units import TOLERANCE, counted, format_size, listed, parse_size, parse_sizes
 
 if TYPE_CHECKING:
@@ -394,7 +394,7 @@ def plan_like(
     root: int | None = None,
     machine: Topology | None = None,
     demand: Matrix | None = None,
-    method: str = "exact",
+    epsilon: float | None = None,
 ) -> Plans:
     """Plan another collective on the machine and the channels of a plan, in the same way.
 
@@ -403,7 +403,7 @@ def plan_like(
     root: rank of the root of a broadcast or reduce.
     machine: the machine to plan for instead, such as a degraded one.
     demand: for an all-to-all, the bytes that row sends to column.
-    method: for an all-to-all, that of the planner.
+    epsilon: for an all-to-all, the part of its bound that it may lack; by default it is an optimum.
 
     >>> import topoplan
     >>> dgx = topoplan.load("dgx-1v")
@@ -420,7 +420,14 @@ def plan_like(
     if collective == ALL_TO_ALL:
         # paths have no sizes and no orders of trees, and are not divided between channels
         split = "auto" if channels in CHANNEL_SPLITS else channels
-        return plan(topology, collective, channels=split, demand=demand, method=method)
+        return plan(
+            topology,
+            collective,
+            channels=split,
+            demand=demand,
+            method="exact" if epsilon is None else "mwu",
+            epsilon=GAP if epsilon is None else epsilon,
+        )
     if isinstance(given, SizePlans):
         return plan_by_size(topology, collective, root=root, channels=channels)
     try:

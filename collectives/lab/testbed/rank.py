@@ -22,7 +22,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.backends.demand_plans import demand_of
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.communicator.communicator import Communicator
 from collectives.lab.benchmark import DIVIDED, METHODS
@@ -75,7 +74,7 @@ def _period(rank: int) -> Floats:
 def sent_counts(demand: Demand, nbytes: int) -> tuple[tuple[int, ...], ...]:
     """Return the elements that row sends to column, if the mean buffer of a rank has so many bytes.
 
-    UsageError if they are so few that they would run by the plan of another demand.
+    UsageError if they are so few that a rank would send or receive another amount, by an eighth of the fullest rank's.
 
     >>> from topoplan.plans.certificates.certificate import Cut
     >>> sent_counts(Demand(((0, 9), (3, 0)), Cut(("gpu0",))), 1200)
@@ -83,7 +82,7 @@ def sent_counts(demand: Demand, nbytes: int) -> tuple[tuple[int, ...], ...]:
     """
     unit = nbytes / demand.buffer / ITEMSIZE
     longest = max(amount for s, row in enumerate(demand.demand) for d, amount in enumerate(row) if s != d)
-    # Only the longest are rounded up: no block then counts as a longer part of them than in the demand. None vanishes.
+    # By less than an element for each block, so that they follow the demand, and none vanishes.
     counts = tuple(
         tuple(
             ceil(amount * unit) if amount == longest else max(floor(amount * unit), min(amount, 1))
@@ -91,11 +90,22 @@ def sent_counts(demand: Demand, nbytes: int) -> tuple[tuple[int, ...], ...]:
         )
         for row in demand.demand
     )
-    if demand_of(counts) != demand_of(demand.demand):
+    wanted = [amount * unit for amount in _line_sums(demand.demand)]
+    if 8 * max(abs(a - b) for a, b in zip(_line_sums(counts), wanted, strict=True)) > max(wanted):
         raise UsageError(
             f"sizes must be large enough for the proportions of the demand, got {nbytes} bytes; take larger ones"
         )
     return counts
+
+
+def _line_sums(rows: Sequence[Sequence[int]]) -> list[int]:
+    """Return what each rank sends, and then what each receives, without what it keeps."""
+    kept = [row[rank] for rank, row in enumerate(rows)]
+    return [
+        sum(line) - own
+        for lines in (rows, zip(*rows, strict=True))
+        for line, own in zip(lines, kept, strict=True)
+    ]
 
 
 def received_blocks(counts: Sequence[Sequence[int]], rank: int) -> Floats:

@@ -19,7 +19,7 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.demand_plans import demand_of
+from collectives.backends.demand_plans import follows
 from collectives.lab.benchmark import METHODS
 from collectives.lab.testbed import sandbox
 from collectives.lab.testbed.command import _direct_plan
@@ -405,15 +405,16 @@ def test_small_blocks_beside_large_ones_keep_an_element() -> None:
 @pytest.mark.parametrize("kept", [0, 50])
 def test_counts_keep_the_proportions_of_their_demand(nbytes: int, kept: int) -> None:
     """So they run by the plan of the demand, whatever the size; too few elements are refused."""
-    rows = ((kept, 8, 1, 1), (1, 0, 1, 1), (1, 1, kept, 1), (1, 1, 1, 0))
-    demand = Demand(rows, Cut(("gpu0",)))
-    counts = sent_counts(demand, nbytes)
-    assert demand_of(counts) == demand_of(rows)
-    assert abs(sum(map(sum, counts)) - nbytes) < 16
-    with pytest.raises(
-        UsageError, match="sizes must be large enough for the proportions of the demand, got 16"
-    ):
-        sent_counts(demand, 16)
+    for hot in (8, 10**5):
+        rows = ((kept, hot, 1, 1), (1, 0, 1, 1), (1, 1, kept, 1), (1, 1, 1, 0))
+        demand = Demand(rows, Cut(("gpu0",)))
+        counts = sent_counts(demand, nbytes)
+        assert follows(counts, rows)
+        assert abs(sum(map(sum, counts)) - nbytes) < 16
+        with pytest.raises(
+            UsageError, match="sizes must be large enough for the proportions of the demand, got 4"
+        ):
+            sent_counts(demand, 4)
 
 
 @needs_namespaces

@@ -229,6 +229,28 @@ def test_irregular_machines_reach_a_linear_program(kind: str, seed: int) -> None
     meets_the_program(made, [[pick.choice([0, 0, 1, 3, 8]) for _ in made.gpus] for _ in made.gpus])
 
 
+@pytest.mark.parametrize(("name", "ranks"), [("torus:3,3@25", 8), ("torus:4,3@25", 10), ("dgx-2", 7)])
+@pytest.mark.parametrize("method", ["exact", "mwu"])
+@pytest.mark.parametrize("kept", [0, 5])
+def test_equal_blocks_of_a_demand_are_planned_by_orbits_of_ranks(
+    name: str, ranks: int, method: str, kept: int
+) -> None:
+    """Orbits of several lengths: the rate is that of the optimum without a demand, whatever stays on its rank."""
+    gpus = range(ranks)
+    demand = [[3 if a != b else kept for b in gpus] for a in gpus]
+    plan = topoplan.plan(name, "alltoall", gpus=gpus, demand=demand, method=method)
+    even = topoplan.verify(topoplan.plan(name, "alltoall", gpus=gpus))
+    report = topoplan.verify(plan)
+    assert isinstance(plan.certificate, Demand)
+    assert even.exact_rate is not None
+    assert report.exact_rate is not None
+    least = Fraction(3 * ranks) / even.exact_rate / 10**9
+    taken = plan.certificate.seconds(report.exact_rate)
+    assert least <= taken <= least * (1 + (method == "mwu") * Fraction(1, 19))
+    packed = all_to_all._Exchange(Fabric(plan.topology, plan.channels), plan.certificate.demand).packing
+    assert len(packed.roots) < ranks
+
+
 def test_a_demand_takes_the_time_of_its_cut() -> None:
     """One expert is wanted by all: its port of 300 GB/s takes 7 times 3 MB, and 10 us go by for each of them."""
     demand = [[3_000_000 if rank == 5 else 0 for rank in range(8)] for _ in range(8)]

@@ -8,7 +8,8 @@ The trees of `topoplan.solve.packing.flow_packing` are packed by the first of th
   whole numbers, so rate and bound are equal as rationals. If a cut proves the same bound, it is the certificate, since
   people can read it. For a demand it begins with trees under lengths that grow with the loads of the trees before;
   among many ranks, with the few of them that floating point packs.
-- Within a given gap, floating point alone packs such trees (HiGHS, of scipy), and its duals are the lengths.
+- Within a given gap, floating point alone packs such trees (HiGHS, of scipy), and its duals are the lengths. Equal
+  blocks have one row for each orbit there too.
 """
 
 from __future__ import annotations
@@ -83,6 +84,18 @@ class _Exchange:
             return ((1,) * self.fabric.size,) * self.fabric.size
         common = gcd(*(amount for row in self.demand for amount in row))
         return tuple(tuple(amount // common for amount in row) for row in self.demand)
+
+    @cached_property
+    def generators(self) -> tuple[tuple[int, ...], ...]:
+        """Symmetries of the fabric, which keep equal blocks; none for others, whose symmetries are not searched."""
+        moved = {amount for s, row in enumerate(self.units) for d, amount in enumerate(row) if s != d}
+        if len(moved) > 1:
+            return ()
+        return tuple(tuple(each.tolist()) for each in find_symmetry(self.fabric, largest=self.fabric.size))
+
+    @property
+    def packing(self) -> FlowPacking:
+        return FlowPacking(self.fabric, ALL_TO_ALL, None, self.generators, self.units)
 
     def stated(self, certificate: OneFabric) -> Certificate:
         """Return the certificate of a plan for one of links."""
@@ -172,7 +185,7 @@ def _plan_within(
 ) -> Plan:
     """Return a plan that stays at most ``epsilon`` below its bound, as a fraction, if the deadline allows."""
     fabric = exchange.fabric
-    packing = FlowPacking(fabric, ALL_TO_ALL, None, (), exchange.units)
+    packing = exchange.packing
     weights, lengths = pack_within(packing, epsilon, deadline=deadline, progress=progress)
     known = exchange.proofs((*exchange_bounds(fabric), *_candidate_cuts(lengths, fabric), lengths))
     return exchange.plan(packing.shards(weights), lowest(known)[1], "mwu")
@@ -181,15 +194,12 @@ def _plan_within(
 def _optimal_plan(exchange: _Exchange, deadline: Deadline, progress: Callable[[str], None] | None) -> Plan:
     """Return the optimum by column generation."""
     fabric, demand = exchange.fabric, exchange.demand
-    generators: tuple[tuple[int, ...], ...] = ()
-    if demand is None:
-        generators = tuple(tuple(each.tolist()) for each in find_symmetry(fabric, largest=fabric.size))
-    packing = FlowPacking(fabric, ALL_TO_ALL, None, generators, exchange.units)
+    packing = exchange.packing
     known = exchange.proofs(exchange_bounds(fabric))
     bound, certificate = lowest(known)
     generation = ColumnGeneration(FlowPricing(packing), progress=progress, deadline=deadline)
     target = bound * packing.scale
-    spread = demand is not None and fabric.size >= SPREAD_FROM
+    spread = not exchange.generators and demand is not None and fabric.size >= SPREAD_FROM
     if spread and fabric.size >= FILLED_FROM:
         generation.add(list(pack_within(packing, NEARLY, deadline=deadline, progress=progress)[0]))
     elif spread:
@@ -249,9 +259,9 @@ def pack_within(
 ) -> tuple[dict[TreeColumn, Fraction], OneFabric]:
     """Return weights of trees whose rate is at most ``epsilon`` below a bound, as a fraction, and its lengths.
 
-    The weights of every rank add up to 1. The program of the known trees is solved in floating point (HiGHS): the least
-    time in which every rank sends its demand. Trees are priced under its duals, and under the mean of earlier ones. At
-    ``deadline`` the weights of the trees so far are returned.
+    The weights of every rank, or orbit of ranks, add up to 1. The program of the known trees is solved in floating
+    point (HiGHS): the least time in which every rank sends its demand. Trees are priced under its duals, and under the
+    mean of earlier ones. At ``deadline`` the weights of the trees so far are returned.
     """
     from scipy.optimize import linprog
     from scipy.sparse import csc_array
@@ -277,7 +287,7 @@ def pack_within(
             A_ub=links,
             b_ub=np.zeros(len(limits)),
             A_eq=ranks,
-            b_eq=np.ones(len(packing.roots)),
+            b_eq=packing.root_counts,
             method="highs",
         )
         if found.x is None:
@@ -289,7 +299,9 @@ def pack_within(
             whole = [int(part) for part in np.rint(values / values.max() * LENGTH_PARTS).tolist()]
             cheapest = [packing.shortest_paths(root, whole) for root in packing.roots]
             priced = [tree for tree in cheapest if tree is not None]
-            needed = sum(length_of(tree, whole) for tree in priced)
+            needed = sum(
+                length_of(tree, whole) * packing.root_counts[packing.owner_row(tree)] for tree in priced
+            )
             least = needed / sum(c * y for c, y in zip(packing.limits, whole, strict=True))
             if least > best:
                 best, lengths = least, whole
@@ -300,7 +312,8 @@ def pack_within(
             )
         if best >= time * (1 - epsilon * STRICTER) or len(trees) == len(known) or deadline.over():
             break
-    return _whole_weights(known, rows, found.x[:-1]), packing.certificate(lengths)
+    shares = found.x[:-1] / np.array(packing.root_counts)[rows]
+    return _whole_weights(known, rows, shares), packing.certificate(lengths)
 
 
 def _whole_weights(
