@@ -46,7 +46,7 @@ from collectives.recovery.survivors import (
     join_recovery,
 )
 from collectives.tables.numpy_arrays import dtype_name
-from topoplan.errors import BackendError, RefusedError, UsageError, deprecated
+from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError, deprecated
 from topoplan.plans.plan import ROOTED, Plan, Plans, check_collective
 from topoplan.units import parse_size
 
@@ -655,15 +655,32 @@ class Communicator(DenseCollectives, SparseCollectives):
 
         `task` runs in the background, after everything that was started before, and ends with the exchange. The other
         arguments must be the same on all ranks: names, a rank, and a number of elements. The handle has the result of
-        the task; it raises `RefusedError` if ranks differ, and the task does not run.
+        the task; it raises `RefusedError` if ranks differ, and the task does not run. An error of the other library is
+        taken for one of all ranks, which made the same call; want of memory and an interrupt end the job.
         """
         call = {"collective": collective, "root": root, "op": op, "dtype": dtype, "count": count}
 
-        def run() -> Any:
+        def run() -> tuple[Any, Exception | None]:
             self._open().agree(**call)
-            return task()
+            try:
+                return task(), None
+            except (MemoryError, TopoplanError):
+                raise
+            except Exception as error:
+                return None, error
 
-        return self._in_order.submit(run)
+        def found(ended: tuple[Any, Exception | None]) -> Any:
+            result, error = ended
+            if error is not None:
+                raise error
+            return result
+
+        return self._in_order.submit(run).then(found)
+
+    def _check_job(self) -> None:
+        """Raise the failure of the job if another rank has ended it; for tasks that wait for another library."""
+        if (failure := self._open().backend.trouble()) is not None:
+            raise failure
 
     def _begin_batch(self) -> None:
         """Start a batch of collectives that are refused together, until `end_batch`.

@@ -268,11 +268,12 @@ def in_step(method: Method) -> Method:
 
     @wraps(method)
     def call(self: Exchanging, *given: Any, **options: Any) -> Any:
-        begun = self._in_order.begun
+        begun = None
         try:
+            begun = self._in_order.begun
             return method(self, *given, **options)
         except BaseException as error:
-            if self._in_order.begun == begun:
+            if begun is None or self._in_order.begun == begun:
                 self._refuse_for(error)
             raise
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -48,6 +49,22 @@ from collectives.torch.sparse_rows import check_sparse, start_sum_of_rows
 from topoplan.errors import UsageError
 
 Result = TypeVar("Result")
+
+
+LOOK = timedelta(seconds=0.5)
+"""How often a rank that waits for the inner group looks whether another rank has ended the job."""
+
+
+def wait_beneath(work: dist.Work, comm: Communicator) -> None:
+    """Wait for a work of the inner group; raise the failure of the job if a rank has left it without its part."""
+    while True:
+        try:
+            work.wait(LOOK)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                raise
+        comm._check_job()
 
 
 UNPLANNED = CallQueue()
@@ -667,7 +684,7 @@ class GroupCollectives:
             device = inputs[0].device if inputs else None
             return self._record(JointWork([call()], finish, device, results), opts)
         types = dtype_of(inputs[0]) if inputs else ""
-        handle = comm._run_in_order(lambda: call().wait(), dtype=types, **agreed)
+        handle = comm._run_in_order(lambda: wait_beneath(call(), comm), dtype=types, **agreed)
         device = torch.device("cpu")
         future = future_of(handle, results, device=device, arrays=comm.arrays, finish=finish)
         return self._record(PlannedWork(handle, future, results, self._timed_out.append), opts)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -483,6 +484,54 @@ def remaining_ranks_shrink_the_group() -> None:
         assert planned.members == (0, 2)
         path.touch()
         dist.destroy_process_group(group)
+    check_usable()
+
+
+@scenario(3)
+def objects_that_one_rank_cannot_pickle_are_refused_by_all() -> None:
+    """torch pickles them before it calls the group, so the next call would meet the present one of the others."""
+    odd = dist.get_rank() == 1
+    given: Any = (lambda: 0) if odd else 2
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: dist.all_gather_object([None] * 3, given),
+        lambda: dist.gather_object(given, None if dist.get_rank() else [None] * 3),
+        lambda: dist.broadcast_object_list([given], src=1),
+        lambda: dist.scatter_object_list([None], [given] * 3 if odd else None, src=1),
+        lambda: dist.distributed_c10d.all_gather_object([None] * 3, given, group=dist.group.WORLD),
+        lambda: dist.all_gather_object([None] * 3, *([2] * (4 if odd else 1))),
+    )
+    for call in calls:
+        with pytest.raises(UsageError, match=r"rank 1 refused the collective: .*(pickle|argument)"):
+            call()
+        check_usable()
+    found: list[Any] = [None] * 3
+    dist.all_gather_object(found, {"rank": dist.get_rank()})
+    assert found == [{"rank": rank} for rank in range(3)]
+
+
+@scenario(3)
+def a_rank_without_memory_beneath_ends_its_group_alone() -> None:
+    """The others wait in gloo, for minutes, unless they look whether it has left."""
+    rank = dist.get_rank()
+    group: Any = dist.new_group([0, 1, 2])
+    dist.all_reduce(torch.ones(2), group=group)
+    planned = ProcessGroupTopoplan.of(group)
+    assert planned is not None
+
+    def lacking(*_: object) -> Any:
+        raise MemoryError("no memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(
+                planned, "inner", SimpleNamespace(allreduce=lacking, rank=lambda: 1, size=lambda: 3)
+            )
+        with pytest.raises((MemoryError, BackendError), match="no memory"):
+            dist.all_reduce(torch.ones(2, dtype=torch.int64), op=dist.ReduceOp.BAND, group=group)
+    with pytest.raises(
+        BackendError, match=r"rank 1 left a collective: MemoryError: no memory|failed in an earlier"
+    ):
+        dist.all_reduce(torch.ones(2), group=group)
     check_usable()
 
 
