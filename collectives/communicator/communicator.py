@@ -862,6 +862,22 @@ class Communicator(DenseCollectives, SparseCollectives):
             self._refuse_for(error)
             raise
 
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Keep the ranks in step in a block of calls: an error before the first is refused by all ranks.
+
+        Later it ends the job, unless it is of this package and thus of all ranks.
+        """
+        begun = self._in_order.begun
+        try:
+            yield
+        except BaseException as error:
+            if self._in_order.begun == begun:
+                self._refuse_for(error)
+            elif not isinstance(error, TopoplanError):
+                self.abort(f"{refusal_text(error)} between two collectives")
+            raise
+
     def _refuse_for(self, error: BaseException) -> None:
         """Refuse a collective with all ranks if this one cannot read its arguments; its next call would meet theirs.
 

@@ -439,14 +439,12 @@ class GradientSynchronizer:
         """
         self._confirmed_step = self.recorder.step
         if self._averaged < self._averager.due:
+            meets = self._averager.mix_meets
             try:
-                with (
-                    self._refuse_on_error("after_step")
-                    if self._averager.mix_meets
-                    else contextlib.nullcontext()
-                ):
-                    listed = self._by_parameter(parameters)
-                self._averager.mix(listed)
+                with self.communicator._in_step() if meets else contextlib.nullcontext():
+                    with self._refuse_on_error("after_step") if meets else contextlib.nullcontext():
+                        listed = self._by_parameter(parameters)
+                    self._averager.mix(listed)
             finally:
                 if self._outer is not None:  # a failed round is over: its parameters are those before it
                     self._averaged = self._averager.due
