@@ -31,7 +31,7 @@ PlanLike = Plans | PlanByKind | Topology | str | os.PathLike[str]
 PlanOrTopology = Plans | Topology
 
 INPUT = Signature(0, "", 0, "plan from a file, a machine or by kind", None, None, "", 0, 0)
-"""What ranks agree on before they compare what they were given; a rank that was given a listed plan does not."""
+"""The agreement before ranks compare their inputs; a rank with a listed plan has none to compare."""
 
 
 def resolve_plan(given: PlanLike) -> Plans:

@@ -165,7 +165,7 @@ class CommunicatorMembers:
 
     @property
     def mark(self) -> tuple[Execution[Any] | None, int]:
-        """Where an exchange begins, for `fall_out`."""
+        """The beginning of an exchange, for `fall_out`."""
         execution = self.now
         return execution, 0 if execution is None else execution.exchanged
 

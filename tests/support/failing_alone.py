@@ -14,7 +14,7 @@ from tests.support.checkout import ROOT
 PACKAGE = f"{ROOT}/collectives/"
 
 UNSEEN = ("in_step.<locals>.call", "CallQueue.submit.<locals>.in_turn", "CallQueue.in_step")
-"""Where a call begins, in its thread and in that of the queue: nothing of this package can catch an error before."""
+"""The beginning of a call, in its thread and in that of the queue: this package cannot catch errors before."""
 
 
 class LoneFailure:

@@ -876,7 +876,9 @@ def test_ranks_with_other_plans_by_kind_are_refused(few_servers: PlanByKind, kin
     assert len(set(map(str, errors))) == 1
     assert all(isinstance(error, UsageError) for error in errors), errors
     if kind == "the list":
-        assert "rank 2 runs another collective: collective 'allreduce' instead of 'plan from a" in str(errors[0])
+        assert "rank 2 runs another collective: collective 'allreduce' instead of 'plan from a" in str(
+            errors[0]
+        )
         return
     words = f"rank 2 has plan .* and rank 0 plan {few_servers.digest}; give all ranks the same plan"
     if kind != "another collective":

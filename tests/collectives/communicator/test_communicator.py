@@ -474,10 +474,10 @@ CALLS: dict[str, tuple[Callable[[Communicator, int], Any], float | None]] = {
     "hashed": (lambda comm, rank: comm.sparse_all_reduce(full(1), density=1.0, exchange="hashed"), 3),
     "all_reduce_blocks": (lambda comm, rank: comm.all_reduce_blocks(full(1).reshape(3, 4), [0, 4, 8], 12), 3),
     "prepare": (lambda comm, rank: comm.prepare("all_reduce", full(1))(), 3),
-    "report": (lambda comm, rank: comm.report() and None, None),
-    "exchange_for": (lambda comm, rank: comm.exchange_for(full(1), density=0.5) and None, None),
-    "plan_for": (lambda comm, rank: comm.plan_for("allreduce", 48) and None, None),
-    "grow": (lambda comm, rank: comm.grow() and None, None),
+    "report": (lambda comm, rank: comm.report(), None),
+    "exchange_for": (lambda comm, rank: comm.exchange_for(full(1), density=0.5), None),
+    "plan_for": (lambda comm, rank: comm.plan_for("allreduce", 48), None),
+    "grow": (lambda comm, rank: comm.grow(), None),
 }
 """Calls of all three ranks, and each element of their results."""
 
@@ -493,12 +493,12 @@ def after_a_failure(
     *,
     meets: Callable[..., list[Any]] = in_shared_memory,
     **options: Any,
-) -> tuple[list[list[Any]], LoneFailure]:
+) -> tuple[list[Any], LoneFailure]:
     """What each of three ranks gets of a call in which rank 1 fails, and of two sums behind it."""
     failure = LoneFailure(place, error)
     method, _ = CALLS[call]
 
-    def work(comm: Communicator, rank: int) -> list[Any]:
+    def work(comm: Communicator, rank: int) -> Any:
         def calls() -> list[Any]:
             for _ in range(2 if call != "prepare" else 0):
                 method(comm, rank)
@@ -511,9 +511,9 @@ def after_a_failure(
             return [*found, *(outcome_of(partial(comm.all_reduce, full(value))) for value in (10, 1000))]
 
         if rank != 1:
-            return calls()
+            return outcome_of(calls)
         with failure.rank_thread():
-            return calls()
+            return outcome_of(calls)
 
     return meets(forest_plan(3, "allreduce", "star"), work, timeout=20, **options), failure
 
@@ -523,6 +523,9 @@ def check_in_step(call: str, place: str, error: BaseException, **options: Any) -
     outcomes, failure = after_a_failure(call, place, error, **options)
     assert failure.raised, place
     for rank, found in enumerate(outcomes):
+        if isinstance(found, BackendError):  # the job has ended before this rank was at the call
+            assert "rank 1" in f"{found}", (place, rank, found)
+            continue
         for got, right in zip(found, (CALLS[call][1], 30, 3000), strict=True):
             if not isinstance(got, BaseException):
                 assert right is None or got is None or (got == right).all(), (place, rank, got)

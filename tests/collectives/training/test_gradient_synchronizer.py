@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -702,7 +703,7 @@ SKIPPED = (
     ".due",
     ".due.<locals>.<genexpr>",
 )
-"""Where a step begins, and what decides whether ranks meet: before it nothing can tell the others of an error."""
+"""The beginning of a step, and the decision whether ranks meet: before it nothing can tell the others of an error."""
 
 
 def after_a_failed_step(how: str, place: str | None) -> LoneFailure:
@@ -727,13 +728,8 @@ def after_a_failed_step(how: str, place: str | None) -> LoneFailure:
                 if rank == 1:
                     failure.armed = False
                 comm = own.communicator
-                return [
-                    *found,
-                    *(
-                        outcome_of(lambda value=value: comm.all_reduce(np.full(4, value)))
-                        for value in (1, 100)
-                    ),
-                ]
+                sums = (outcome_of(partial(comm.all_reduce, np.full(4, value))) for value in (1, 100))
+                return [*found, *sums]
 
         if rank != 1:
             return steps()
