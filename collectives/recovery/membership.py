@@ -166,7 +166,7 @@ class CommunicatorMembers:
     @property
     def mark(self) -> tuple[Execution[Any] | None, int]:
         """The beginning of an exchange, for `fall_out`."""
-        execution = self.now
+        execution = self._present[0]
         return execution, 0 if execution is None else execution.exchanged
 
     def fall_out(self, error: BaseException, mark: tuple[Execution[Any] | None, int] | None) -> None:
