@@ -33,8 +33,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, wraps
-from inspect import signature
 from typing import Any, NoReturn, cast
 
 import torch
@@ -50,7 +48,7 @@ from collectives.backends.torch.process_groups import (
     wrapping,
 )
 from collectives.communicator.communicator import Communicator
-from collectives.communicator.handle import Handle, in_step
+from collectives.communicator.handle import Handle
 from collectives.peers.agreement import Gather
 from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.torch.futures import JointWork
@@ -534,7 +532,6 @@ def renewed(store: dist.Store, rank: int) -> dist.Store:
 
 def make_back_end(options: Any, _: object = None) -> ProcessGroupTopoplan:
     """Return the back end of a group, or the group itself if torch takes no back end of Python."""
-    keep_objects_in_step()
     rank, size, limit = options.group_rank, options.group_size, options.timeout
     whole = ProcessGroupTopoplan.of() if options.global_ranks_in_group else None
     if whole is not None and whole.grown:
@@ -549,49 +546,6 @@ def make_back_end(options: Any, _: object = None) -> ProcessGroupTopoplan:
     made.whole = not options.global_ranks_in_group
     made._job_size = size if made.whole else dist.get_world_size()
     return made
-
-
-OBJECT_COLLECTIVES = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
-
-
-@cache
-def keep_objects_in_step() -> None:
-    """Wrap torch's collectives of objects, once: all ranks of a planned group refuse what one of them cannot pickle.
-
-    torch pickles before it calls the group. Groups of other back ends are served as before.
-    """
-    for name in OBJECT_COLLECTIVES:
-        wrapped = _in_step_on_planned(getattr(dist, name))
-        for module in (dist, dist.distributed_c10d):
-            setattr(module, name, wrapped)
-
-
-def _in_step_on_planned(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a collective of objects that keeps the ranks of planned groups in step."""
-    arguments = signature(function)
-
-    @in_step
-    def on_planned(planned: ProcessGroupTopoplan, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        planned._planned()  # before an object is read, as on the other ranks
-        begun = planned._in_order.begun
-        try:
-            return function(*given, **named)
-        except BaseException as error:
-            lost = isinstance(error, MemoryError) or not isinstance(error, Exception)
-            if lost and planned._in_order.begun != begun and planned.communicator is not None:
-                planned.communicator.abort(f"{type(error).__name__} in a collective of objects")
-            raise
-
-    @wraps(function)
-    def call(*given: Any, **named: Any) -> Any:
-        try:
-            group = arguments.bind(*given, **named).arguments.get("group")
-        except TypeError:  # which the function raises too
-            group = named.get("group")
-        planned = ProcessGroupTopoplan.of(group) if dist.is_initialized() else None
-        return function(*given, **named) if planned is None else on_planned(planned, given, named)
-
-    return call
 
 
 def register() -> None:
