@@ -287,6 +287,10 @@ class Backend(ABC, Generic[Array]):
     def settle(self) -> None:
         """Wait for the collectives that a GPU still runs, and raise their failure unless it has been raised."""
 
+    def trouble(self) -> BackendError | None:
+        """Return the failure that has ended the job on another rank, as far as it is known without waiting."""
+        return None
+
     @property
     def failure(self) -> BackendError | None:
         """Return the failure that has ended it, if that was found on a GPU."""
@@ -391,6 +395,9 @@ class OneRank(Backend[Any]):
     def agree(self, signature: Signature) -> None:
         with self._reporting_failures():
             self._world.agree(signature, timeout=self._timeout)
+
+    def trouble(self) -> BackendError | None:
+        return self._world.trouble()
 
     def _agree_timed(self, signature: Signature) -> int:
         """Agree on a collective; return the nanoseconds until all ranks had come."""

@@ -179,8 +179,9 @@ class PreparedRequest(Generic[Array]):
 class Execution(Generic[Array]):
     """Runs requests one after another; the state behind a `Communicator`.
 
-    `traffic` counts what the collectives so far have moved. `failure` is the error of another process that ended this,
-    or None. `aborted`: `abort` was called. `completion` is the end of the last collective if a GPU may still run it.
+    `traffic` counts what the collectives so far have moved, `exchanged` the agreements and transfers. `failure` is the
+    error of another process that ended this, or None. `aborted`: `abort` was called. `completion` is the end of the
+    last collective if a GPU may still run it.
     """
 
     def __init__(self, store: PlanStore, backend: Backend[Array], chunks: ChunkSizes) -> None:
@@ -190,6 +191,7 @@ class Execution(Generic[Array]):
         self.store = store
         self._calls = 0
         self._failed = False
+        self.exchanged = 0
         self.failure: BackendError | None = None
         self.completion: StartedCall | None = None
         self.aborted = False
@@ -286,15 +288,15 @@ class Execution(Generic[Array]):
         """
         kind, backend = request.kind, self.backend
         first = request.inputs[0]
-        with self.in_step():
-            outputs = [
-                backend.empty(shape, first) if output is None and rank in kind.holders else output
-                for rank, shape, output in zip(backend.ranks, kind.shapes, request.outputs, strict=True)
-            ]
         number = self._prepared_calls + 1  # calls that a rank refused do not count
+        outputs = [
+            backend.empty(shape, first) if output is None and rank in kind.holders else output
+            for rank, shape, output in zip(backend.ranks, kind.shapes, request.outputs, strict=True)
+        ]
+        made = PreparedRequest(self, replace(request, outputs=outputs, prepared=number))
         self.agree(**_agreed_fields(kind), prepared=number)
         self._prepared_calls = number
-        return PreparedRequest(self, replace(request, outputs=outputs, prepared=number))
+        return made
 
     def bind(self, request: Request[Array]) -> Callable[[], None] | None:
         """Return what runs a prepared request by the back end's `repeated`; None if that cannot, or not yet."""
@@ -327,6 +329,7 @@ class Execution(Generic[Array]):
             self._check_alive()
         number = self._calls
         self._calls = number + 1
+        self.exchanged += 1
         try:
             self.completion = call.run(number, source, result)
         except BaseException as error:
@@ -345,8 +348,7 @@ class Execution(Generic[Array]):
         """Run a cached call on arrays that fit."""
         library = self.backend.arrays
         if out is None:
-            with self.in_step():
-                out = library.empty(call.kind.shapes[0], array)
+            out = library.empty(call.kind.shapes[0], array)
             result = library.address(out)
         self._run_bound(call, array, out, source, result)
         return out
@@ -512,13 +514,12 @@ class Execution(Generic[Array]):
         """
         backend = self.backend
         counts = self._known_counts(asked)
-        with self.in_step():
-            number = counts.number(backend.ranks[0], asked) if backend.one_rank else 0
-            run = self._repeated_uneven(number, asked) if number else None
-            if number and run is None:
-                with suppress(UsageError):  # ``out`` is for other counts than those of the earlier call
-                    request = uneven_request(backend, asked, counts.of(number), number=number)
-                    run = partial(self.run, request) if request.kind in self._lowered else None
+        number = counts.number(backend.ranks[0], asked) if backend.one_rank else 0
+        run = self._repeated_uneven(number, asked) if number else None
+        if number and run is None:
+            with suppress(UsageError):  # ``out`` is for other counts than those of the earlier call
+                request = uneven_request(backend, asked, counts.of(number), number=number)
+                run = partial(self.run, request) if request.kind in self._lowered else None
         if run is not None:
             try:
                 result = run()
@@ -673,12 +674,17 @@ class Execution(Generic[Array]):
         """Yield an allgather of texts after all ranks have agreed on its purpose."""
         backend = self.backend
         self._check_alive()
+        signature = self._signature(**agreed)
         try:
-            backend.agree(self._signature(**agreed))
+            backend.agree(signature)
+            self.exchanged += 1
             yield backend.gather_texts
-        except BaseException as error:
-            if isinstance(error, BackendError) or not isinstance(error, Exception):
+        except TopoplanError as error:
+            if isinstance(error, BackendError):
                 self._note_failure(error)
+            raise
+        except BaseException as error:
+            self._leave(error)  # the others may have agreed
             raise
 
     def _plan(self, collective: str, root: int | None, nbytes: int) -> Plan:
@@ -691,6 +697,7 @@ class Execution(Generic[Array]):
 
     def _run(self, call: Call[Array], digest: str, nbytes: int) -> None:
         self._calls += 1
+        self.exchanged += 1
         self.completion = None
         try:
             self._run_measured(call, digest, nbytes)
@@ -790,35 +797,42 @@ class Execution(Generic[Array]):
             self._note_failure(error)
             if not error.by_all:
                 raise
-        except BackendError as error:
+        except BaseException as error:
             self._note_failure(error)
+            if not isinstance(error, BackendError):
+                raise
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Keep the ranks in step when this one alone raises an error that nobody expects, such as a `MemoryError`.
 
-        All ranks refuse the collective if this one has moved nothing of it yet. Else this rank ends the job: the others
-        may wait in any of the transfers that follow, and its next call must not meet them.
+        All ranks refuse the collective if this one has moved nothing of it yet; a transfer follows the block. Else this
+        rank ends the job: the others may wait in any of the transfers, and its next call must not meet them.
         """
         began = self._calls
         try:
             yield
         except BaseException as error:
-            self._fall_out(error, began)
+            self.fall_out(error, self._calls == began)
             raise
 
-    def _fall_out(self, error: BaseException, began: int) -> None:
-        """Refuse a collective, or end the job, after an error as in `in_step`; `began` is `calls` before it.
+    def fall_out(self, error: BaseException, refuses: bool) -> None:
+        """Refuse a collective with all ranks, or end the job, after an error of this rank as in `in_step`.
 
         Raises the failure of another rank that comes in between, after which survivors repeat the collective.
         """
         if isinstance(error, TopoplanError) or not self.backend.one_rank or self._failed:
             return
-        if self._calls == began and isinstance(error, Exception):
+        if refuses and isinstance(error, Exception):
             self.refuse(refusal_text(error))
             if self.failure is not None:
                 raise self.failure from error
         else:
+            self._leave(error)
+
+    def _leave(self, error: BaseException) -> None:
+        """End the job in the middle of a collective, unless it has ended or all ranks are in this process."""
+        if self.backend.one_rank and not self._failed:
             self.abort(f"rank {self.backend.ranks[0]} left a collective: {refusal_text(error)}")
 
     def _signature(self, **agreed: Any) -> Signature:
@@ -846,6 +860,8 @@ class Execution(Generic[Array]):
         if isinstance(error, RefusedError):
             self._calls = error.next_call
             return
+        if not isinstance(error, BackendError):
+            self._leave(error)
         self._failed = True
         if isinstance(error, BackendError) and not self.aborted:
             self.failure = error

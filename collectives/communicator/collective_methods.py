@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from collectives.backends.uneven_exchange import ALL_GATHER_V, GATHER, REDUCE_SCATTER_V, SCATTER, UNEVEN
-from collectives.communicator.handle import CallQueue, Handle
+from collectives.communicator.handle import CallQueue, Handle, in_step
 from collectives.recovery.membership import CollectiveOutcome, CommunicatorMembers
 from collectives.sparse.exchange_choice import SparseExplanation, SparseRequest, sparse_request
 from collectives.sparse.sparse_collective import LINES
@@ -40,10 +40,6 @@ class DenseCollectives(ABC):
         self, collective: str, root: int | None, op: str | None, arrays: Any, out: Any, async_op: bool
     ) -> Any:
         """Check a collective's arguments, and run or start it."""
-
-    @abstractmethod
-    def _root(self, root: int | None) -> int:
-        """Return a root, by default the plan's root or rank 0."""
 
     @overload
     def all_reduce(
@@ -99,7 +95,7 @@ class DenseCollectives(ABC):
 
         Only the root's ``out`` is used; the others may be None.
         """
-        return self._start("reduce", self._root(root), op, arrays, out, async_op)
+        return self._start("reduce", root, op, arrays, out, async_op)
 
     @overload
     def broadcast(
@@ -120,7 +116,7 @@ class DenseCollectives(ABC):
         self, arrays: Any, *, root: int | None = None, out: Any = None, async_op: bool = False
     ) -> Any:
         """Copy the root's array, of any shape, to every rank; the others' arrays only give shape and dtype."""
-        return self._start("broadcast", self._root(root), None, arrays, out, async_op)
+        return self._start("broadcast", root, None, arrays, out, async_op)
 
     @overload
     def all_gather(
@@ -300,7 +296,7 @@ class DenseCollectives(ABC):
         RefusedError
             Another rank refused its arguments.
         """
-        return self._start_uneven(SCATTER, arrays, counts, root=self._root(root), out=out, async_op=async_op)
+        return self._start_uneven(SCATTER, arrays, counts, root=root, out=out, async_op=async_op)
 
     def gather(
         self,
@@ -334,7 +330,7 @@ class DenseCollectives(ABC):
         RefusedError
             A rank sends another number of rows than the root expects: on all ranks, before anything moves.
         """
-        return self._start_uneven(GATHER, arrays, counts, root=self._root(root), out=out, async_op=async_op)
+        return self._start_uneven(GATHER, arrays, counts, root=root, out=out, async_op=async_op)
 
     @abstractmethod
     def _start_uneven(
@@ -361,6 +357,7 @@ class SparseCollectives(ABC):
     def _refusing(self) -> AbstractContextManager[None]:
         """Refuse a collective with all ranks if this one cannot read its arguments in the block."""
 
+    @in_step
     def sparse_all_reduce(
         self,
         gradients: Any,
@@ -429,21 +426,20 @@ class SparseCollectives(ABC):
             sum of a server: to exclude that, continue from a saved state.
         """
         execution, membership = self._members.present
-        with self._refusing():
-            asked = sparse_request(
-                execution.backend,
-                gradients,
-                density=density,
-                exchange=exchange,
-                wire=wire,
-                out=out,
-                op=op,
-                key=key,
-                momentum=momentum,
-                loss_scale=loss_scale,
-                layers=layers,
-                clip=clip,
-            )
+        asked = sparse_request(
+            execution.backend,
+            gradients,
+            density=density,
+            exchange=exchange,
+            wire=wire,
+            out=out,
+            op=op,
+            key=key,
+            momentum=momentum,
+            loss_scale=loss_scale,
+            layers=layers,
+            clip=clip,
+        )
         if self._members.repeats:
             outcome = CollectiveOutcome()
             task = partial(self._members.run_sparse_to_end, asked, membership.seats, outcome)
@@ -495,6 +491,7 @@ class SparseCollectives(ABC):
         )
         return self._members.sparse.explain(asked)
 
+    @in_step
     def exchange_for(
         self,
         gradients: Any,
@@ -506,13 +503,31 @@ class SparseCollectives(ABC):
     ) -> SparseExplanation:
         """Return the exchange that `sparse_all_reduce` takes for such gradients; all ranks must call it.
 
-        Quicker than `explain`, since exchanges that cannot be the fastest are not planned.
+        Quicker than `explain`, since exchanges that cannot be the fastest are not planned. The ranks compare the
+        arguments.
+
+        Raises
+        ------
+        UsageError
+            An argument is invalid.
+        RefusedError
+            Another rank refused, or asks for other gradients; the communicator stays usable.
         """
         backend = self._members.execution.backend
         asked = sparse_request(
             backend, gradients, density=density, exchange=exchange, wire=wire, layers=layers
         )
-        return self._chosen(asked)
+
+        def agreed() -> SparseExplanation:
+            self._members.execution.agree(collective="exchange_for", op=asked.about(exchange))
+            return self._members.sparse.choose(asked)
+
+        return self._in_order.run(agreed)
+
+    def _exchange_taken(self, gradients: Any, **settings: Any) -> SparseExplanation:
+        """Return the exchange of a sparse collective that all ranks have just run."""
+        backend = self._members.execution.backend
+        return self._members.sparse.choose(sparse_request(backend, gradients, **settings))
 
     def _end_sparse_step(self, keys: Collection[str], *, lost: bool = False) -> bool:
         """Undo the last call of some keys in their residuals if a sum is not finite; return whether the step counts.

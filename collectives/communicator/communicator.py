@@ -16,10 +16,10 @@ from collectives.backends.execution import Execution, refusal_text
 from collectives.backends.open_backend import BackendSettings, check_helpers, open_backend
 from collectives.backends.plan_and_chunk_store import ChunkSizes, PlanStore
 from collectives.backends.request import request
-from collectives.backends.uneven_exchange import uneven_call
+from collectives.backends.uneven_exchange import GATHER, SCATTER, uneven_call
 from collectives.communicator.block_sums import sum_blocks
 from collectives.communicator.collective_methods import DenseCollectives, SparseCollectives
-from collectives.communicator.handle import CallQueue, Handle, PreparedCall, StepBatch
+from collectives.communicator.handle import CallQueue, Handle, PreparedCall, StepBatch, in_step
 from collectives.communicator.job_plan import PlanLike, not_a_plan, open_backend_for_plan
 from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.recovery.arrivals import ArrivalReport, arrival_report, own_arrivals
@@ -40,12 +40,13 @@ from collectives.recovery.membership import (
 from collectives.recovery.survivors import (
     RECOVERY_UNSUPPORTED,
     JoinSettings,
+    Membership,
     PlanChange,
     can_recover,
     join_recovery,
 )
 from collectives.tables.numpy_arrays import dtype_name
-from topoplan.errors import BackendError, UsageError, deprecated
+from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError, deprecated
 from topoplan.plans.plan import ROOTED, Plan, Plans, check_collective
 from topoplan.units import parse_size
 
@@ -237,7 +238,9 @@ class Communicator(DenseCollectives, SparseCollectives):
         self.on_failure = on_failure
         settings_of_all = JoinSettings(opened.name, {}, timeout, self.chunk_bytes, on_failure, on_slow)
         self._members = CommunicatorMembers(Execution(store, opened, chunks), plan, settings_of_all)
-        self._in_order = CallQueue(self.arrays, lambda: getattr(self._members.now, "completion", None))
+        self._in_order = CallQueue(
+            self.arrays, lambda: getattr(self._members.now, "completion", None), self._members
+        )
 
     @property
     def plan(self) -> Plans:
@@ -335,6 +338,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         made = [backend.empty(sides, like) for _ in self.ranks]
         return made[0] if self.one_rank else made
 
+    @in_step
     def split(self, mesh: MeshPlans, axis: str) -> Any:
         """Return the communicator of this rank's group along an axis of a mesh; all ranks must call it together.
 
@@ -349,21 +353,25 @@ class Communicator(DenseCollectives, SparseCollectives):
             Another rank failed, or does not call it.
         """
         backend = self._open().backend
-        with self._refusing():
-            wanted = [group for group in mesh.groups if group.axis == axis]
-            if len(mesh.ranks) != self.size or not wanted:
-                raise UsageError(
-                    f"this communicator has {self.size} ranks, and the mesh {len(mesh.ranks)} with groups along "
-                    f"{' and '.join(name for name, _ in mesh.weights)}; asked for is {axis!r}"
-                )
-            purpose = f"{axis} {mesh.digest}"
-        if self.one_rank and len(set(self._gather_texts(purpose, "split"))) > 1:
-            raise UsageError("the ranks split by different meshes or axes; give all of them the same")
-        made = self._in_order.run(lambda: backend.split([group.members for group in wanted]))
-        mine = [group for group in wanted if set(group.members) & set(self.ranks)]
-        found = [Communicator(group.plan, one) for group, one in zip(mine, made, strict=True)]
+        wanted = [group for group in mesh.groups if group.axis == axis]
+        if len(mesh.ranks) != self.size or not wanted:
+            raise UsageError(
+                f"this communicator has {self.size} ranks, and the mesh {len(mesh.ranks)} with groups along "
+                f"{' and '.join(name for name, _ in mesh.weights)}; asked for is {axis!r}"
+            )
+        purpose = f"{axis} {mesh.digest}"
+
+        def split() -> list[Communicator]:
+            if self.one_rank and len(set(self._open().gather_texts(purpose, "split"))) > 1:
+                raise UsageError("the ranks split by different meshes or axes; give all of them the same")
+            made = backend.split([group.members for group in wanted])
+            mine = [group for group in wanted if set(group.members) & set(self.ranks)]
+            return [Communicator(group.plan, one) for group, one in zip(mine, made, strict=True)]
+
+        found = self._in_order.run(split)
         return found[0] if self.one_rank else found
 
+    @in_step
     def prepare(
         self,
         collective: str,
@@ -404,19 +412,25 @@ class Communicator(DenseCollectives, SparseCollectives):
         ...     first, call()[0].tolist()
         ([0.5, 1.0, 1.5, 2.0], [2.0, 2.0, 2.0, 2.0])
         """
-        execution, membership = present = self._members.present
+        execution, _ = present = self._members.present
         self._refuse_helper()
-        with self._refusing():
-            name = check_collective(collective)
-            if root is not None and name not in ROOTED:
-                raise UsageError(f"{name} has no root, got {root!r}; leave root out")
-            if name not in REDUCTIONS and not (isinstance(op, str) and op == "sum"):
-                raise UsageError(f"{name} has no reduction, got op {op!r}; leave op out")
-            place = self._root(root) if name in ROOTED else None
-            kind = op if name in REDUCTIONS else None
-            checked = request(name, execution.backend, arrays, out=out, op=kind, root=place)
-        prepared = self._in_order.run(lambda: self._open().prepare(checked))
-        members = self._members
+        name = check_collective(collective)
+        if root is not None and name not in ROOTED:
+            raise UsageError(f"{name} has no root, got {root!r}; leave root out")
+        if name not in REDUCTIONS and not (isinstance(op, str) and op == "sum"):
+            raise UsageError(f"{name} has no reduction, got op {op!r}; leave op out")
+        place = self._root(root) if name in ROOTED else None
+        kind = op if name in REDUCTIONS else None
+        checked = request(name, execution.backend, arrays, out=out, op=kind, root=place)
+        return self._in_order.run(lambda: self._prepared_call(checked, present, name, place))
+
+    def _prepared_call(
+        self, checked: Any, present: tuple[Execution[Any], Membership], name: str, place: int | None
+    ) -> PreparedCall[Any]:
+        """Return the prepared call of a checked request, once all ranks agree on it; in the order of collectives."""
+        execution, membership = present
+        prepared = self._open().prepare(checked)
+        members, kind = self._members, checked.kind.op
         run = prepared.run
         if members.repeats:
             original = None if place is None else membership.seats[place]
@@ -434,8 +448,10 @@ class Communicator(DenseCollectives, SparseCollectives):
             run = partial(members.run_to_end, *settled, prepared=whole.prepared)
         elif members.watched and prepared.request.kind.nbytes >= MIN_MONITORED_BYTES:
             run = partial(members.run, execution, prepared.request)
-        return PreparedCall(prepared, run, self._in_order, partial(members.changed_since, present))
+        changed = partial(members.changed_since, present)
+        return PreparedCall(prepared, run, self._in_order, changed, self._refuse_for)
 
+    @in_step
     def barrier(self) -> None:
         """Wait until all ranks call this; the collectives that were started before have ended then.
 
@@ -549,6 +565,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         made._members.joined(recovered)
         return made
 
+    @in_step
     def grow(
         self, original_ranks: Collection[int] | None = None, *, seats: Collection[int] | None = None
     ) -> tuple[int, ...]:
@@ -585,12 +602,12 @@ class Communicator(DenseCollectives, SparseCollectives):
         if not self.one_rank:
             return self._in_order.run(partial(self._members.grow_here, original_ranks))
         if original_ranks is not None:
-            with self._refusing():
-                raise UsageError(
-                    "each rank is a process here, and asks for its original rank itself; leave original_ranks out"
-                )
+            raise UsageError(
+                "each rank is a process here, and asks for its original rank itself; leave original_ranks out"
+            )
         return self._in_order.run(self._members.grow)
 
+    @in_step
     def replan(
         self, *, without_links: Collection[str] = (), slow_links: Mapping[str, float] | None = None
     ) -> None:
@@ -618,12 +635,12 @@ class Communicator(DenseCollectives, SparseCollectives):
         ...     print(comm.notes[-1])
         without link gpu0-gpu3: 8 ranks (gpu0 gpu1 gpu2 gpu3 gpu4 gpu5 gpu6 gpu7) at 78.57 GB/s, before 85.71
         """
-        with self._refusing():
-            change = PlanChange.of(without_links=without_links, slow_links=slow_links)
-            if not change.without_links and not change.slow_links:
-                raise UsageError("no link changes; name links in without_links or slow_links")
+        change = PlanChange.of(without_links=without_links, slow_links=slow_links)
+        if not change.without_links and not change.slow_links:
+            raise UsageError("no link changes; name links in without_links or slow_links")
         self._in_order.run(partial(self._members.replan, change))
 
+    @in_step
     def _run_in_order(
         self,
         task: Callable[[], Any],
@@ -638,15 +655,32 @@ class Communicator(DenseCollectives, SparseCollectives):
 
         `task` runs in the background, after everything that was started before, and ends with the exchange. The other
         arguments must be the same on all ranks: names, a rank, and a number of elements. The handle has the result of
-        the task; it raises `RefusedError` if ranks differ, and the task does not run.
+        the task; it raises `RefusedError` if ranks differ, and the task does not run. An error of the other library is
+        taken for one of all ranks, which made the same call; want of memory and an interrupt end the job.
         """
         call = {"collective": collective, "root": root, "op": op, "dtype": dtype, "count": count}
 
-        def run() -> Any:
+        def run() -> tuple[Any, Exception | None]:
             self._open().agree(**call)
-            return task()
+            try:
+                return task(), None
+            except (MemoryError, TopoplanError):
+                raise
+            except Exception as error:
+                return None, error
 
-        return self._in_order.submit(run)
+        def found(ended: tuple[Any, Exception | None]) -> Any:
+            result, error = ended
+            if error is not None:
+                raise error
+            return result
+
+        return self._in_order.submit(run).then(found)
+
+    def _check_job(self) -> None:
+        """Raise the failure of the job if another rank has ended it; for tasks that wait for another library."""
+        if (failure := self._open().backend.trouble()) is not None:
+            raise failure
 
     def _begin_batch(self) -> None:
         """Start a batch of collectives that are refused together, until `end_batch`.
@@ -664,6 +698,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         """Return `gather_texts`, from a task of `run_in_order`."""
         return self._open().gather_texts(text)
 
+    @in_step
     def _submit(self, task: Callable[[], Any]) -> Handle[Any]:
         """Start a task of several collectives in the background, in the order of the others."""
         return self._in_order.submit(task)
@@ -703,12 +738,34 @@ class Communicator(DenseCollectives, SparseCollectives):
         """Return the plan by which a collective without a root runs on a buffer of so many bytes.
 
         If it is neither the plan's own nor used before, all ranks must call this, since one of them plans for all.
-        """
-        execution = self._open()
-        if execution.knows(collective):
-            return execution.plan(collective, nbytes)
-        return self._in_order.run(lambda: self._open().plan(collective, nbytes))
 
+        Raises
+        ------
+        UsageError
+            The collective is unknown, or `nbytes` is not a whole number from 0 on: on this rank alone.
+        BackendError
+            All ranks must call this, and one of them makes another call: it ends the job, since a rank that knows the
+            plan, or has raised here, exchanges nothing.
+        """
+        name = check_collective(collective)
+        if not isinstance(nbytes, int | np.integer) or nbytes < 0:
+            raise UsageError(
+                f"nbytes must be a whole number from 0 on, got {nbytes!r}; give that of the buffer"
+            )
+        execution = self._open()
+        if execution.knows(name):
+            return execution.plan(name, nbytes)
+
+        def made() -> Plan:
+            try:
+                return self._open().plan(name, nbytes)
+            except RefusedError as error:
+                self._open().abort(f"{error}; call plan_for({name!r}, ...) on all ranks or on none")
+                raise
+
+        return self._in_order.run(made)
+
+    @in_step
     def _gather_texts(self, text: str, about: str = "texts") -> list[str]:
         """Return the texts of all ranks, in order of rank; a process gives one text for all of its ranks.
 
@@ -716,6 +773,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         """
         return self._in_order.run(lambda: self._open().gather_texts(text, about))
 
+    @in_step
     def report(self) -> ArrivalReport:
         """Return which ranks came late to the collectives since the last report, how often and by how much.
 
@@ -804,12 +862,29 @@ class Communicator(DenseCollectives, SparseCollectives):
             self._refuse_for(error)
             raise
 
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Keep the ranks in step in a block of calls: an error before the first is refused by all ranks.
+
+        Later it ends the job, unless it is of this package and thus of all ranks.
+        """
+        begun = self._in_order.begun
+        try:
+            yield
+        except BaseException as error:
+            if self._in_order.begun == begun:
+                self._refuse_for(error)
+            elif not isinstance(error, TopoplanError):
+                self.abort(f"{refusal_text(error)} between two collectives")
+            raise
+
     def _refuse_for(self, error: BaseException) -> None:
         """Refuse a collective with all ranks if this one cannot read its arguments; its next call would meet theirs.
 
-        An interrupt ends the job instead. Does nothing for an error of the back end, which the others have too.
+        An interrupt ends the job instead. Does nothing for an error of the back end, which the others have too, or
+        once this communicator is closed.
         """
-        if isinstance(error, BackendError):
+        if isinstance(error, BackendError) or self._members.now is None:
             return
         if isinstance(error, Exception):
             self._refuse(refusal_text(error))
@@ -826,26 +901,26 @@ class Communicator(DenseCollectives, SparseCollectives):
         with nullcontext() if kind is None else suppress(BackendError):
             self.close()
 
+    @in_step
     def _start(
         self, collective: str, root: int | None, op: str | None, arrays: Any, out: Any, async_op: bool
     ) -> Any:
+        if root is None and collective in ROOTED:
+            root = self._root(root)
         execution = self._open()
         self._refuse_helper()
         if self._members.repeats:
             return self._start_to_end(collective, root, op, arrays, out, async_op)
         below = MIN_MONITORED_BYTES if self._members.watched else None
-        try:
-            task = execution.repeated(collective, root, op, arrays, out, later=async_op, below=below)
-            if task is None:
-                checked = request(collective, execution.backend, arrays, out=out, op=op, root=root)
-                task = partial(self._members.run, execution, checked)
-        except BaseException as error:
-            self._refuse_for(error)
-            raise
+        task = execution.repeated(collective, root, op, arrays, out, later=async_op, below=below)
+        if task is None:
+            checked = request(collective, execution.backend, arrays, out=out, op=op, root=root)
+            task = partial(self._members.run, execution, checked)
         if async_op:
             return self._in_order.submit(task, CollectiveOutcome(among=self.original_ranks))
         return self._in_order.run(task)
 
+    @in_step
     def all_reduce_blocks(self, blocks: Any, offsets: Any, length: int) -> Any:
         """Sum blocks of elements that each rank places in a vector of zeros; every rank gets the dense sum.
 
@@ -887,6 +962,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         if self.is_helper:
             raise UsageError("this process is a helper without arrays; call serve")
 
+    @in_step
     def _start_uneven(
         self,
         method: str,
@@ -899,8 +975,9 @@ class Communicator(DenseCollectives, SparseCollectives):
     ) -> Any:
         execution, membership = self._members.present
         self._refuse_helper()
-        with self._refusing():
-            asked = uneven_call(execution.backend, method, arrays, counts, recv_counts, **options)
+        if method in (SCATTER, GATHER):
+            options["root"] = self._root(options["root"])
+        asked = uneven_call(execution.backend, method, arrays, counts, recv_counts, **options)
         outcome = CollectiveOutcome(among=membership.seats)
         task: Callable[[], Any]
         if self._members.repeats:
@@ -915,13 +992,12 @@ class Communicator(DenseCollectives, SparseCollectives):
         """Start a collective that the survivors repeat if a rank fails."""
         execution, membership = self._members.present
         backend, seats = execution.backend, membership.seats
-        with self._refusing():
-            request(collective, backend, arrays, out=out, op=op, root=root)
-            if backend.captures:
-                raise UsageError(
-                    "a collective in a graph cannot be repeated if a rank fails; capture it with a communicator that "
-                    'has on_failure="raise"'
-                )
+        request(collective, backend, arrays, out=out, op=op, root=root)
+        if backend.captures:
+            raise UsageError(
+                "a collective in a graph cannot be repeated if a rank fails; capture it with a communicator that "
+                'has on_failure="raise"'
+            )
         outcome = CollectiveOutcome()
         original_root = None if root is None else seats[root]
         task = partial(self._members.run_to_end, collective, original_root, op, arrays, out, seats, outcome)

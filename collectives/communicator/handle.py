@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
-from collectives.recovery.membership import CollectiveOutcome
+from collectives.recovery.membership import CollectiveOutcome, CommunicatorMembers
 from collectives.tables.numpy_arrays import ArrayLibrary, Completion, NumpyArrays
 from topoplan.errors import RefusedError, UsageError
 
@@ -167,17 +168,21 @@ class CallQueue:
     """Runs tasks one after another: in the background, or at once if the background is idle.
 
     `arrays` orders a task after the caller's work on a GPU, in whichever thread it runs. `completion` returns the end
-    of the collective that a task has queued there, or None. Who runs a task has the `turn`.
+    of the collective that a task has queued there, or None. Who runs a task has the `turn`. `begun` counts exchanges,
+    also queued ones.
     """
 
     def __init__(
         self,
         arrays: ArrayLibrary[Any] | None = None,
         completion: Callable[[], Completion | None] = lambda: None,
+        members: CommunicatorMembers | None = None,
     ) -> None:
         self._arrays: ArrayLibrary[Any] = NumpyArrays() if arrays is None else arrays
         self._on_host = type(self._arrays).ordered is NumpyArrays.ordered  # nothing to order on a GPU
         self._completion = completion
+        self._members = members
+        self.begun = 0
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[object] | None = None
         self.turn = threading.Lock()
@@ -196,20 +201,33 @@ class CallQueue:
             task = self.batch.guarded(task)
         if self._on_host:
             with self.turn:
-                return task()
+                return self.in_step(task) if exchanges else task()
         with self.turn, self._arrays.ordered():
-            result = task()
+            result = self.in_step(task) if exchanges else task()
         self._arrays.received(result)
         return result
+
+    def in_step(self, task: Callable[[], Result], *, now: bool = True) -> Result:
+        """Run an exchange in its turn; all ranks refuse it, or the job ends, if it fails on this rank alone."""
+        members, mark = self._members, None
+        try:
+            mark = None if members is None else members.mark
+            self.begun += now
+            return task()
+        except BaseException as error:
+            if members is not None:
+                members.fall_out(error, mark)
+            raise
 
     def submit(
         self, task: Callable[[], Result], outcome: CollectiveOutcome | None = None, *, exchanges: bool = True
     ) -> Handle[Result]:
         """Start the task in the background, after all earlier tasks."""
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="collectives")
+        worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="collectives")
         if self.batch is not None and exchanges:
             task = self.batch.guarded(task)
+        if exchanges:
+            task = partial(self.in_step, task, now=False)
         # here, since the task must run after this thread's stream
         turn, ends = self._arrays.ordered(later=True), list[Completion]()
 
@@ -219,7 +237,9 @@ class CallQueue:
                 ends.extend(one for one in (self._completion(), end) if one is not None)
             return result
 
-        future: Future[Result] = self._worker.submit(in_turn)
+        future: Future[Result] = worker.submit(in_turn)
+        self._worker = worker  # one whose thread cannot start would keep the task for later
+        self.begun += exchanges
         self._last = future  # type: ignore[assignment]  # only its done() is called
         return Handle(future, self._arrays.received, outcome, ends)
 
@@ -227,6 +247,37 @@ class CallQueue:
         """Wait for the running task; queued ones fail."""
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Exchanging(Protocol):
+    """A class whose methods exchange, by tasks of its queue."""
+
+    _in_order: CallQueue
+
+    def _refuse_for(self, error: BaseException) -> None: ...
+
+
+def in_step(method: Method) -> Method:
+    """Let all ranks refuse a call that this rank could not begin: wrong arguments, no memory, an interrupt.
+
+    Once it has begun, `CallQueue.in_step` does so.
+    """
+
+    @wraps(method)
+    def call(self: Exchanging, *given: Any, **options: Any) -> Any:
+        begun = None
+        try:
+            begun = self._in_order.begun
+            return method(self, *given, **options)
+        except BaseException as error:
+            if begun is None or self._in_order.begun == begun:
+                self._refuse_for(error)
+            raise
+
+    return cast("Method", call)
 
 
 class PreparedCall(Generic[Result]):
@@ -240,10 +291,11 @@ class PreparedCall(Generic[Result]):
     Raises
     ------
     UsageError
-        Before anything moves, on this rank alone: an array was moved, freed or resized; the last start was not waited
-        for, or another thread runs the call; the communicator was closed, or its ranks or plan have changed since.
+        Before anything moves: an array was moved, freed or resized; the last start was not waited for, or another
+        thread runs the call; the communicator was closed, or its ranks or plan have changed since.
     RefusedError
-        Another rank started something else: on all ranks, with both calls named. The communicator stays usable.
+        That on some ranks alone, or another rank started something else: on all ranks, and a rank is named. The
+        communicator stays usable.
     BackendError
         A rank failed or did not start it within the communicator's timeout.
     """
@@ -254,11 +306,13 @@ class PreparedCall(Generic[Result]):
         run: Callable[[], Result],
         queue: CallQueue,
         changed: Callable[[], str],
+        refuse: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self._request = request
         self._run = run
         self._otherwise = run != request.run
-        self._queue = queue
+        self._in_order = queue
+        self._refuse_for = refuse
         self._changed = changed
         self._idle, self._ending = threading.Lock(), threading.Lock()
         self._started: Handle[Result] | None = None
@@ -275,25 +329,27 @@ class PreparedCall(Generic[Result]):
         """Whether the communicator was closed, or its ranks or plan have changed; then prepare the call again."""
         return bool(self._changed())
 
+    @in_step
     def __call__(self) -> Result:
         """Run the call to its end, and return `result`."""
         self._begin()
         try:
-            quick, queue = self._request.quick, self._queue
+            quick, queue = self._request.quick, self._in_order
             if quick is None or self._otherwise or queue.batch or queue.is_busy:
                 return queue.run(self._run)
             with queue.turn:
-                quick()
+                queue.in_step(quick)
             result: Result = self._request.result
             return result
         finally:
             self._idle.release()
 
+    @in_step
     def start(self) -> None:
         """Start the call in the background, behind all earlier collectives; `wait` ends it."""
         self._begin()
         try:
-            self._started = self._queue.submit(self._run)
+            self._started = self._in_order.submit(self._run)
         except BaseException:
             self._idle.release()
             raise

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import replace
 from typing import Any
 
 import topoplan
 from collectives.backends.backend import Backend
 from collectives.backends.open_backend import BACKENDS, BackendSettings, backends_with, check_backend
 from collectives.peers.agreement import Gather, check_still_wanted, gather_or_raise, plan_on_one_rank
+from collectives.peers.control_plane import Signature
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.deferred_plan import DeferredPlan
@@ -27,6 +29,9 @@ PlanLike = Plans | PlanByKind | Topology | str | os.PathLike[str]
 """
 
 PlanOrTopology = Plans | Topology
+
+INPUT = Signature(0, "", 0, "plan from a file, a machine or by kind", None, None, "", 0, 0)
+"""The agreement before ranks compare their inputs; a rank with a listed plan has none to compare."""
 
 
 def resolve_plan(given: PlanLike) -> Plans:
@@ -124,6 +129,7 @@ def open_backend_for_plan(
             assert plan is not None, "checked above"
             return opened, resolve_plan(plan)
         gather, (rank,), size = opened.gather_texts, opened.ranks, opened.size
+        opened.agree(replace(INPUT, world=size))  # a rank with a plan of its own is at its first collective
         agreed = agree_on_input(gather, plan, size=size, where=f"the {opened.name} back end")
         return opened, agree_on_plan(gather, agreed, rank=rank, size=size)
     except BaseException:

@@ -163,6 +163,20 @@ class CommunicatorMembers:
         self._present = None, membership
         return execution
 
+    @property
+    def mark(self) -> tuple[Execution[Any] | None, int]:
+        """The beginning of an exchange, for `fall_out`."""
+        execution = self._present[0]
+        return execution, 0 if execution is None else execution.exchanged
+
+    def fall_out(self, error: BaseException, mark: tuple[Execution[Any] | None, int] | None) -> None:
+        """Keep the ranks in step after an error of an exchange, as `Execution.in_step`.
+
+        Without a mark it has not begun, and with that of an execution before a recovery it has.
+        """
+        if (now := self.now) is not None:
+            now.fall_out(error, mark is None or mark == (now, now.exchanged))
+
     def survivors(self, to: str) -> MembershipProtocol:
         """Return the membership protocol, to do something; UsageError if the back end has none."""
         backend = self.execution.backend

@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, TypeVar, cast
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from collectives.backends.uneven_exchange import check_counts
 from collectives.communicator.communicator import Communicator
-from collectives.communicator.handle import Handle
+from collectives.communicator.handle import CallQueue, Handle, in_step
 from collectives.tables.numpy_arrays import reduction
 from collectives.tables.torch_arrays import TORCH_DTYPES
 from collectives.torch.futures import JointWork, PlannedWork, future_of
@@ -49,24 +49,26 @@ from collectives.torch.sparse_rows import check_sparse, start_sum_of_rows
 from topoplan.errors import UsageError
 
 Result = TypeVar("Result")
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def in_step(method: Method) -> Method:
-    """Let all ranks refuse a collective that this rank could not start: wrong arguments, no memory for a copy."""
+LOOK = timedelta(seconds=0.5)
+"""How often a rank that waits for the inner group looks whether another rank has ended the job."""
 
-    @wraps(method)
-    def call(self: GroupCollectives, *given: Any, **options: Any) -> Any:
-        before = self._begun
+
+def wait_beneath(work: dist.Work, comm: Communicator) -> None:
+    """Wait for a work of the inner group; raise the failure of the job if a rank has left it without its part."""
+    while True:
         try:
-            return method(self, *given, **options)
-        except Exception as error:
-            if self._begun == before and self.communicator is not None:
-                self._begun += 1
-                self.communicator._refuse_for(error)
-            raise
+            work.wait(LOOK)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                raise
+        comm._check_job()
 
-    return cast("Method", call)
+
+UNPLANNED = CallQueue()
+"""The queue of a group without a communicator."""
 
 
 class GroupCollectives:
@@ -79,8 +81,6 @@ class GroupCollectives:
     """Works of a block that ends in one work; None outside of one."""
     _timed_out: list[Handle[Any]]
     """Collectives for which a wait has timed out."""
-    _begun: int = 0
-    """Collectives that were begun, or refused."""
 
     def rank(self) -> int:
         """Return this process's rank among the survivors."""
@@ -89,6 +89,14 @@ class GroupCollectives:
     def size(self) -> int:
         """Return the number of survivors."""
         return self.inner.size()
+
+    @property
+    def _in_order(self) -> CallQueue:
+        return UNPLANNED if self.communicator is None else self.communicator._in_order
+
+    def _refuse_for(self, error: BaseException) -> None:
+        if self.communicator is not None:
+            self.communicator._refuse_for(error)
 
     @abstractmethod
     def _planned(self) -> bool:
@@ -472,6 +480,7 @@ class GroupCollectives:
             root=root,
         )
 
+    @in_step
     def barrier(self, opts: Any = None, *others: Any) -> Any:
         self._planned()
         return self._by_inner_group(
@@ -512,7 +521,6 @@ class GroupCollectives:
             op, factor = operation_of(opts)
             self._check_on_all(lambda: check_sparse(tensors, op if factor is None else ""))
             assert self.communicator is not None, "there is a plan"
-            self._begun += 1
             handle = start_sum_of_rows(self.communicator, tensors[0], op)
             arrays, device = self.communicator.arrays, tensors[0].device
 
@@ -672,12 +680,11 @@ class GroupCollectives:
         `agreed` must be the same on all ranks (`Communicator.run_in_order`).
         """
         comm = self.communicator
-        self._begun += 1
         if comm is None or any(one.device.type != "cpu" for one in inputs) or self.served != "cpu:gloo":
             device = inputs[0].device if inputs else None
             return self._record(JointWork([call()], finish, device, results), opts)
         types = dtype_of(inputs[0]) if inputs else ""
-        handle = comm._run_in_order(lambda: call().wait(), dtype=types, **agreed)
+        handle = comm._run_in_order(lambda: wait_beneath(call(), comm), dtype=types, **agreed)
         device = torch.device("cpu")
         future = future_of(handle, results, device=device, arrays=comm.arrays, finish=finish)
         return self._record(PlannedWork(handle, future, results, self._timed_out.append), opts)
@@ -705,7 +712,6 @@ class GroupCollectives:
         opts: Any,
     ) -> Any:
         assert self.communicator is not None, "`_carries` was asked before"
-        self._begun += 1
         handle = start(self.communicator)
         arrays = self.communicator.arrays
         future = future_of(handle, tensors, device=given.device, arrays=arrays, finish=finish)

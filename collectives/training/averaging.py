@@ -284,7 +284,7 @@ class InStepAverager(Averager):
                 handle = handle.then(partial(self._estimates.add, changes, out))
             note = None
             if not isinstance(found, Handle):
-                chosen = comm.exchange_for(
+                chosen = comm._exchange_taken(
                     gradients if changes is None else changes.arrays,
                     density=density,
                     exchange=sparse.exchange,

@@ -384,7 +384,7 @@ class BucketExchange:
         if number is None:
             self._empty[index] = arrays
             return
-        with self._about(self._memory[number].bucket), self._comm._refusing():
+        with self._about(self._memory[number].bucket), self.others_wait():
             self._memory[number].put(index, arrays, outs)
         self._missing[number] -= 1
         while (following := len(self._handles)) < len(self._memory) and not self._missing[following]:
@@ -450,7 +450,7 @@ class BucketExchange:
     def _start(self, memory: BucketMemory) -> None:
         if not self._handles:
             self._comm._begin_batch()
-        with self._about(memory.bucket):
+        with self._about(memory.bucket), self.others_wait(begins=True):
             if self.presence is not None:
                 self.presence.ask(self._recorder.step)
             alone = self._comm.one_rank
@@ -458,6 +458,21 @@ class BucketExchange:
             averages = memory.averages[0] if alone else memory.averages
             handle = self._averager.start(_bucket_key(memory.bucket), given, out=averages, parts=memory.parts)
             self._handles.append(handle)
+
+    @contextlib.contextmanager
+    def others_wait(self, *, begins: bool = False) -> Iterator[None]:
+        """Refuse the step with all ranks after an error of this one, if they wait for another bucket of it.
+
+        `begins`: the block begins the next bucket. A step that was abandoned inside is refused already.
+        """
+        handles, begun = self._handles, self._comm._in_order.begun
+        try:
+            yield
+        except BaseException as error:
+            started = len(handles) + (begins and self._comm._in_order.begun != begun)
+            if self._handles is handles and started < len(self._memory):
+                self._comm._refuse_for(error)
+            raise
 
     @contextlib.contextmanager
     def _about(self, bucket: Bucket) -> Iterator[None]:

@@ -31,7 +31,7 @@ from collectives.sparse.selection.topk import topk
 from collectives.training.checkpoint_state import BucketPart
 from collectives.training.gradient_filters import FilterCall, Filtered, FilterWithState, distribute_average
 from collectives.training.low_rank import ThinMatrix, layer_matrices, sum_matrices
-from collectives.training.modes import check_count
+from collectives.training.modes import check_count, check_hashable
 from topoplan.errors import UsageError
 
 Matrix = NDArray[Any]
@@ -65,6 +65,7 @@ class CommonRows:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_hashable(self)
         checked_density(self.density)
         check_count("columns of CommonRows", self.columns, least=1)
         if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 32:

@@ -18,7 +18,7 @@ from collectives.sparse.selection.error_feedback import checked_density, checked
 from collectives.training.common_rows import CommonRows
 from collectives.training.gradient_filters import Cast, Quantize, Threshold
 from collectives.training.low_rank import LowRank
-from collectives.training.modes import BSP, LOCAL_MODES, Mode
+from collectives.training.modes import BSP, LOCAL_MODES, Mode, check_hashable
 from topoplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class TopK:
     ef21: float | None = None
 
     def __post_init__(self) -> None:
-        if self.per not in ("bucket", "layer", "model"):
+        if not (isinstance(self.per, str) and self.per in ("bucket", "layer", "model")):
             raise UsageError(f"per of TopK must be bucket, layer or model, got {self.per!r}; leave it out")
         if isinstance(self.density, Mapping):
             self._check_patterns(self.density)
@@ -147,11 +147,24 @@ class TopK:
         automatic = isinstance(self.density, str) and self.density == "auto"
         if not (callable(self.density) or isinstance(self.density, dict) or automatic):
             checked_density(self.density)
-            if isinstance(self.density, int):
-                warnings.warn(
-                    "density 1 sends all entries; 1 % is TopK(0.01), and all are TopK(1.0)", stacklevel=3
-                )
+        given = self.density.values() if isinstance(self.density, dict) else (self.density,)
+        if any(isinstance(share, int) for share in given):
+            warnings.warn(
+                "density 1 sends all entries; 1 % is TopK(0.01), and all are TopK(1.0)", stacklevel=3
+            )
         check_wire(self.wire)
+        check_hashable(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self._compared() == other._compared() if isinstance(other, TopK) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._compared())
+
+    def _compared(self) -> tuple[object, ...]:
+        """Return all fields; densities by name in their order, which decides which pattern holds."""
+        density = tuple(self.density.items()) if isinstance(self.density, dict) else self.density
+        return (density, *(getattr(self, one.name) for one in fields(self)[1:]))
 
     def __str__(self) -> str:
         """Return the text that ranks compare; a density by function is that of step 0."""

@@ -37,7 +37,7 @@ from collectives.sparse.quantization import (
     to_fixed_point,
 )
 from collectives.training.checkpoint_state import BucketPart, FilterState
-from collectives.training.modes import check_count
+from collectives.training.modes import check_count, check_hashable
 from topoplan.errors import UsageError, deprecated
 
 Line = NDArray[Any]
@@ -162,12 +162,11 @@ class Quantize:
     block: int = 256
 
     def __post_init__(self) -> None:
+        check_hashable(self)
         if self.bits not in CODE_DTYPES:
             raise UsageError(f"bits of Quantize must be 8 or 16, got {self.bits!r}")
-        if not 0 <= self.seed < 1 << 32 or self.block < 1:
-            raise UsageError(
-                f"seed must be from 0 to 2^32 - 1 and block 1 or more, got {self.seed} and {self.block}"
-            )
+        check_count("seed of Quantize", self.seed, least=0, most=(1 << 32) - 1)
+        check_count("block of Quantize", self.block, least=1)
 
     def exchange(self, communicator: Communicator) -> QuantizedExchange:
         """Return the filter over a communicator."""
@@ -332,6 +331,7 @@ class Threshold:
     depth: int = 4
 
     def __post_init__(self) -> None:
+        check_hashable(self)
         value = self.threshold
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not (value >= 0 and math.isfinite(value)):

@@ -254,15 +254,16 @@ class GradientSynchronizer:
             Buckets before the refused one have been exchanged; the others are not. Residuals are as before the step,
             and the next call repeats the step.
         """
-        with self._refuse_on_error():
-            self._check_calls()
-            if self._exchange.given:
-                raise UsageError("gradients of this step were given with ready already; end it with wait")
-            listed = self._shapes.lists(self._present(gradients), "gradient")
-            outs = None if out is None else self._shapes.lists(out, "out array")
-        for index in reversed(range(len(self._shapes))):
-            wanted = None if outs is None else [one[index] for one in outs]
-            self._exchange.put(index, [one[index] for one in listed], wanted)
+        with self._exchange.others_wait():
+            with self._refuse_on_error():
+                self._check_calls()
+                if self._exchange.given:
+                    raise UsageError("gradients of this step were given with ready already; end it with wait")
+                listed = self._shapes.lists(self._present(gradients), "gradient")
+                outs = None if out is None else self._shapes.lists(out, "out array")
+            for index in reversed(range(len(self._shapes))):
+                wanted = None if outs is None else [one[index] for one in outs]
+                self._exchange.put(index, [one[index] for one in listed], wanted)
         return self._finished(outs)
 
     def ready(self, index: int, gradient: Any) -> None:
@@ -274,12 +275,13 @@ class GradientSynchronizer:
         `gradient` is that of the parameter `index`: an array, or with several ranks in this process a list of one for
         each. Errors are those of `step`; if each rank is a process the step is then lost: give all its gradients again.
         """
-        with self._refuse_on_error():
-            self._check_calls()
-            arrays = self._shapes.one(index, gradient, "gradient")
-            if index in self._exchange.given:
-                raise UsageError(f"gradient {index} was given already; give each once, then call wait")
-        self._exchange.put(index, arrays, None)
+        with self._exchange.others_wait():
+            with self._refuse_on_error():
+                self._check_calls()
+                arrays = self._shapes.one(index, gradient, "gradient")
+                if index in self._exchange.given:
+                    raise UsageError(f"gradient {index} was given already; give each once, then call wait")
+            self._exchange.put(index, arrays, None)
 
     def wait(self, *, out: Any = None) -> Any:
         """End the step and return the averages of the gradients given with `ready`; errors are those of `step`.
@@ -437,14 +439,12 @@ class GradientSynchronizer:
         """
         self._confirmed_step = self.recorder.step
         if self._averaged < self._averager.due:
+            meets = self._averager.mix_meets
             try:
-                with (
-                    self._refuse_on_error("after_step")
-                    if self._averager.mix_meets
-                    else contextlib.nullcontext()
-                ):
-                    listed = self._by_parameter(parameters)
-                self._averager.mix(listed)
+                with self.communicator._in_step() if meets else contextlib.nullcontext():
+                    with self._refuse_on_error("after_step") if meets else contextlib.nullcontext():
+                        listed = self._by_parameter(parameters)
+                    self._averager.mix(listed)
             finally:
                 if self._outer is not None:  # a failed round is over: its parameters are those before it
                     self._averaged = self._averager.due

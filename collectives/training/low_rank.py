@@ -27,7 +27,7 @@ from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.training.checkpoint_state import BucketPart
 from collectives.training.gradient_filters import FilterCall, Filtered, FilterWithState, distribute_average
-from collectives.training.modes import check_count
+from collectives.training.modes import check_count, check_hashable
 from topoplan.errors import UsageError
 
 Matrix = NDArray[Any]
@@ -55,6 +55,7 @@ class LowRank:
     matrices: str = "layers"
 
     def __post_init__(self) -> None:
+        check_hashable(self)
         if self.matrices not in ("bucket", "layers"):
             raise UsageError(f"matrices of LowRank must be bucket or layers, got {self.matrices!r}")
         check_count("rank of LowRank", self.rank, least=1)

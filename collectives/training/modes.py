@@ -391,6 +391,17 @@ def check_count(name: str, value: int, *, least: int, most: int | None = None) -
         raise UsageError(f"{name} must be a whole number {limits}, got {value!r}")
 
 
+def check_hashable(settings: object) -> None:
+    """Raise `UsageError` if settings, which callers compare and keep in sets, cannot be hashed."""
+    try:
+        hash(settings)
+    except Exception as error:  # whatever the method of a value raises
+        raise UsageError(
+            f"{type(settings).__name__} must be of values that can be hashed, got one that cannot ({error}); give "
+            "numbers, texts and functions"
+        ) from error
+
+
 class Proximal:
     """Pull of parameters to their anchors, with factor `strength`; one list of arrays for each rank of this process."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from collectives.communicator import block_sums, communicator
 from collectives.communicator.handle import CallQueue
 from collectives.sparse import sparse_collective
 from collectives.tables.numpy_arrays import NumpyArrays
+from tests.support.failing_alone import LoneFailure, outcome_of, places_of
 from tests.support.hand_plans import SHAPES, forest_plan
 from tests.support.job_meeting import in_shared_memory
 from tests.support.tcp_jobs import call, in_threads
@@ -451,6 +454,191 @@ def test_a_rank_that_fails_between_two_transfers_of_a_collective_ends_the_job(
     zero, one = in_shared_memory(forest_plan(2, "allreduce", "star"), work, timeout=20)
     assert "make a new one" in zero
     assert "rank 1 left a collective: MemoryError: no memory" in one
+
+
+CALLS: dict[str, tuple[Callable[[Communicator, int], Any], float | None]] = {
+    "all_reduce": (lambda comm, rank: comm.all_reduce(full(1)), 3),
+    "async": (lambda comm, rank: comm.all_reduce(full(1), async_op=True).wait(), 3),
+    "reduce": (lambda comm, rank: comm.reduce(full(1), root=2), None),
+    "broadcast": (lambda comm, rank: comm.broadcast(full(rank), root=2), 2),
+    "all_gather": (lambda comm, rank: comm.all_gather(full(7)), 7),
+    "reduce_scatter": (lambda comm, rank: comm.reduce_scatter(full(1)), 3),
+    "all_to_all": (lambda comm, rank: comm.all_to_all(full(5)), 5),
+    "all_to_all_v": (lambda comm, rank: comm.all_to_all_v(full(5, 6), [1, 2, 3]), 5),
+    "all_gather_v": (lambda comm, rank: comm.all_gather_v(full(5, rank + 1)), 5),
+    "reduce_scatter_v": (lambda comm, rank: comm.reduce_scatter_v(full(1, 6), [1, 2, 3]), 3),
+    "scatter": (lambda comm, rank: comm.scatter(full(4, 1 if rank else 6), None if rank else [1, 2, 3]), 4),
+    "gather": (lambda comm, rank: comm.gather(full(4, rank + 1), root=0), None),
+    "barrier": (lambda comm, rank: comm.barrier(), None),
+    "pairs": (lambda comm, rank: comm.sparse_all_reduce(full(1), density=1.0, exchange="pairs"), 3),
+    "hashed": (lambda comm, rank: comm.sparse_all_reduce(full(1), density=1.0, exchange="hashed"), 3),
+    "all_reduce_blocks": (lambda comm, rank: comm.all_reduce_blocks(full(1).reshape(3, 4), [0, 4, 8], 12), 3),
+    "prepare": (lambda comm, rank: comm.prepare("all_reduce", full(1))(), 3),
+    "report": (lambda comm, rank: comm.report(), None),
+    "exchange_for": (lambda comm, rank: comm.exchange_for(full(1), density=0.5), None),
+    "plan_for": (lambda comm, rank: comm.plan_for("allreduce", 48), None),
+    "grow": (lambda comm, rank: comm.grow(), None),
+}
+"""Calls of all three ranks, and each element of their results."""
+
+
+def full(value: float, count: int = 12) -> Any:
+    return np.full(count, value, np.float32)
+
+
+def after_a_failure(
+    call: str,
+    place: str | None,
+    error: BaseException | None = None,
+    *,
+    meets: Callable[..., list[Any]] = in_shared_memory,
+    **options: Any,
+) -> tuple[list[Any], LoneFailure]:
+    """What each of three ranks gets of a call in which rank 1 fails, and of two sums behind it."""
+    failure = LoneFailure(place, error)
+    method, _ = CALLS[call]
+
+    def work(comm: Communicator, rank: int) -> Any:
+        def calls() -> list[Any]:
+            for _ in range(2 if call != "prepare" else 0):
+                method(comm, rank)
+            comm.all_reduce(full(1))
+            if rank == 1:
+                failure.armed = True
+            found = [outcome_of(lambda: method(comm, rank))]
+            if rank == 1:
+                failure.armed = False
+            return [*found, *(outcome_of(partial(comm.all_reduce, full(value))) for value in (10, 1000))]
+
+        if rank != 1:
+            return outcome_of(calls)
+        with failure.rank_thread():
+            return outcome_of(calls)
+
+    return meets(forest_plan(3, "allreduce", "star"), work, timeout=20, **options), failure
+
+
+def check_in_step(call: str, place: str, error: BaseException, **options: Any) -> None:
+    """Every rank has the right results, or errors; one that names rank 1 first on the other ranks."""
+    outcomes, failure = after_a_failure(call, place, error, **options)
+    assert failure.raised, place
+    for rank, found in enumerate(outcomes):
+        if isinstance(found, BackendError):  # the job has ended before this rank was at the call
+            assert "rank 1" in f"{found}", (place, rank, found)
+            continue
+        for got, right in zip(found, (CALLS[call][1], 30, 3000), strict=True):
+            if not isinstance(got, BaseException):
+                assert right is None or got is None or (got == right).all(), (place, rank, got)
+        errors = [one for one in found if isinstance(one, BaseException)]
+        assert rank == 1 or not errors or re.search(r"rank 1\b|peer 1\b", f"{errors[0]}"), (place, errors)
+        if any(isinstance(one, BackendError) and not isinstance(one, RefusedError) for one in errors):
+            continue  # the job has ended
+        assert not any(isinstance(one, BaseException) for one in found[1:]), (place, rank, found)
+
+
+@pytest.mark.parametrize(
+    ("call", "place"),
+    [
+        ("all_reduce", "communicator/handle.py:CallQueue.run"),
+        ("all_reduce", "backends/execution.py:Execution._run_bound"),
+        ("all_reduce", "backends/shared/program_runner.py:ProgramRunner.start"),
+        ("barrier", "tables/numpy_arrays.py:NumpyArrays.of"),
+        ("exchange_for", "sparse/exchange_choice.py:sparse_request"),
+        ("exchange_for", "sparse/sparse_collective.py:SparseCollective.choose"),
+        ("report", "recovery/arrivals.py:own_arrivals"),
+        ("report", "recovery/arrivals.py:arrival_report"),
+        ("report", "peers/shared_memory_control_plane.py:SharedMemoryControlPlane.gather"),
+        ("prepare", "communicator/handle.py:PreparedCall._begin"),
+        ("prepare", "communicator/handle.py:PreparedCall.__init__"),
+    ],
+)
+@pytest.mark.parametrize(
+    "error", [MemoryError("no memory"), KeyboardInterrupt()], ids=["memory", "interrupt"]
+)
+def test_a_rank_that_fails_alone_leaves_no_sum_of_two_calls(
+    call: str, place: str, error: BaseException
+) -> None:
+    check_in_step(call, place, error)
+
+
+@pytest.mark.thorough
+@pytest.mark.sampled
+@pytest.mark.parametrize("meets", [in_shared_memory, in_threads], ids=["shared", "tcp"])
+@pytest.mark.parametrize(
+    "error", [MemoryError("no memory"), KeyboardInterrupt()], ids=["memory", "interrupt"]
+)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_that_fails_at_any_function_of_a_call_leaves_no_sum_of_two_calls(
+    call: str, error: BaseException, meets: Callable[..., list[Any]]
+) -> None:
+    _, undisturbed = after_a_failure(call, None, meets=meets)
+    for place in places_of(undisturbed.seen):
+        check_in_step(call, place, error, meets=meets)
+
+
+def test_arguments_of_one_rank_alone_are_refused_where_ranks_only_agree() -> None:
+    """Others ask with right ones, and their next call must not meet that of this rank."""
+
+    def work(comm: Communicator, rank: int) -> list[float]:
+        array, odd = np.ones(8, np.float32), rank == 1
+        prepared = comm.prepare("all_reduce", array)
+        calls: tuple[Callable[[], Any], ...] = (
+            lambda: comm.exchange_for(array, density=7 if odd else 0.5),
+            lambda: comm.exchange_for(array, density=0.25 if odd else 0.5),
+            lambda: comm.exchange_for(array[: 4 if odd else 8], density=0.5),
+            prepared.start if odd else prepared,
+        )
+        if odd:
+            prepared.start()
+        else:
+            prepared.start()
+            prepared.wait()
+        found = []
+        for ask in calls:
+            with pytest.raises(RefusedError, match="rank 1"):
+                ask()
+            if odd and ask is calls[-1]:
+                prepared.wait()
+            found.append(float(comm.all_reduce(10 * array)[0]))
+        return found
+
+    assert in_shared_memory(forest_plan(2, "allreduce", "star"), work, timeout=20) == [[20.0] * 4] * 2
+
+
+def test_a_plan_that_one_rank_alone_cannot_ask_for_ends_the_job_if_the_others_wait_for_it() -> None:
+    def work(comm: Communicator, rank: int) -> list[float]:
+        array, odd = np.ones(8, np.float32), rank == 1
+        found = []
+        if odd:  # the others know the plan, and exchange nothing
+            with pytest.raises(UsageError, match="did you mean"):
+                comm.plan_for("allreduc", 8)
+        else:
+            comm.plan_for("allreduce", 8)
+        found.append(float(comm.all_reduce(array)[0]))
+        with pytest.raises((UsageError, BackendError)):
+            comm.plan_for("reduce_scatter", -1 if odd else 8)
+        for _ in range(2):
+            with pytest.raises(BackendError, match=r"rank 1|call plan_for"):
+                found.append(float(comm.all_reduce(10 * array)[0]))
+        return found
+
+    assert in_shared_memory(forest_plan(2, "allreduce", "star"), work, timeout=20) == [[2.0], [2.0]]
+
+
+def test_a_queue_whose_thread_cannot_start_keeps_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would run before the next one, and ranks would differ."""
+    queue, ran = CallQueue(), list[str]()
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as context:
+        context.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="new thread"):
+            queue.submit(lambda: ran.append("first"))
+    queue.submit(lambda: ran.append("second")).wait()
+    queue.close()
+    assert ran == ["second"]
 
 
 def test_ranks_that_prepare_or_split_otherwise_stay_in_step() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import collectives.training.gradient_filters as gradient_filters
 from collectives import (
     Cast,
+    CommonRows,
     Communicator,
     GradientSynchronizer,
     LowRank,
@@ -299,9 +301,69 @@ def test_a_compression_in_place_of_the_plan_is_refused_with_the_call_that_takes_
 def test_density_1_as_a_percentage_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"density 1 sends all entries; 1 % is TopK\(0.01\)"):
         TopK(1)
+    with pytest.warns(UserWarning, match=r"density 1 sends all entries") as seen:
+        TopK({"bias*": 0.1, "*": 1})
+    assert [one.filename for one in seen] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         TopK(1.0)
+        TopK({"bias*": 0.1, "*": 1.0})
+
+
+def shares(step: int) -> float:
+    return 0.5
+
+
+COMPRESSIONS: tuple[Callable[[], Any], ...] = (
+    lambda: TopK(0.5, wire=WireFormat(values="float16"), clip=1.0),
+    lambda: TopK(shares, momentum=0.5),
+    lambda: TopK({"a*": 0.5, "*": shares}),
+    lambda: TopK({"*": shares, "a*": 0.5}),
+    lambda: TopK("auto", per="model"),
+    lambda: LowRank(3),
+    lambda: Quantize(16),
+    lambda: Threshold(0.5),
+    lambda: CommonRows(0.5),
+    lambda: Cast("float16"),
+)
+
+
+def test_equal_compressions_have_one_hash_and_other_ones_differ() -> None:
+    """Densities by name differ if their order does, since the first pattern that matches holds."""
+    made = [(one(), one()) for one in COMPRESSIONS]
+    assert all(first == again and hash(first) == hash(again) for first, again in made)
+    assert len({how for pair in made for how in pair}) == len(made)
+    assert TopK(0.5) != 0.5
+    assert pickle.loads(pickle.dumps(TopK({"*": 0.5}))) == TopK({"*": 0.5})
+
+
+class Unhashable:
+    """A density by function, and a value, without a hash."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, step: int) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda odd: TopK(odd),
+        lambda odd: TopK({"*": odd}),
+        lambda odd: TopK(0.5, per=odd),
+        lambda odd: TopK(0.5, wire=WireFormat(cache_keys=odd)),
+        lambda odd: LowRank(2, feedback=odd),
+        lambda odd: Quantize(odd),
+        lambda odd: Quantize(8, seed=odd),
+        lambda odd: Threshold(0.5, feedback=odd),
+        lambda odd: CommonRows(0.5, feedback=odd),
+    ],
+)
+def test_values_without_a_hash_are_refused_when_a_compression_is_made(make: Callable[[Any], Any]) -> None:
+    for odd in (Unhashable(), [1], {1: 2}):
+        with pytest.raises(UsageError, match="must be"):
+            make(odd)
 
 
 def test_cast_takes_types_of_torch_and_their_short_names() -> None:

@@ -102,7 +102,7 @@ def test_refuses_settings_out_of_range() -> None:
     for value in (-1.0, np.nan):
         with pytest.raises(UsageError, match=f"threshold must be a magnitude of 0 or more, got {value}"):
             Threshold(value)
-    with pytest.raises(UsageError, match="block 1 or more, got 0 and 0"):
+    with pytest.raises(UsageError, match="block of Quantize must be a whole number of 1 or more, got 0"):
         Quantize(block=0)
     with pytest.raises(UsageError, match="cannot be added over 128 ranks, at most over 127; take more bits"):
         code_levels(8, 128)

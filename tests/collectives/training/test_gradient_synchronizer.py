@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import topoplan
-from collectives import GradientSynchronizer, LocalSGD
+from collectives import DiLoCo, GradientSynchronizer, LocalSGD, SparseLoCo
 from collectives.backends.loopback.gpu_loopback import LoopbackGpu
 from collectives.backends.loopback.loopback_backend import Loopback
 from collectives.backends.tcp.tcp_backend import TcpBackend
@@ -29,11 +30,12 @@ from collectives.training.common_rows import CommonRows
 from collectives.training.exchange_settings import Shrink, TopK
 from collectives.training.gradient_filters import Quantize, Threshold
 from collectives.training.low_rank import LowRank
+from tests.support.failing_alone import LoneFailure, outcome_of
 from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import machine as machine
 from tests.support.hand_plans import forest_plan
 from tests.support.tcp_jobs import backends_in_threads
-from topoplan.errors import RefusedError, UsageError
+from topoplan.errors import BackendError, RefusedError, UsageError
 
 Arrays = list[list[NDArray[Any]]]
 
@@ -677,6 +679,100 @@ def test_a_refused_step_leaves_no_trace(how: str, bucket: int, options: dict[str
     assert not isinstance(expected[0], Exception), expected
     assert found == expected
     assert found[0][0] == found[1][0]
+
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "density": {"compression": TopK(0.5)},
+    "low_rank": {"compression": LowRank(1, begins=0)},
+    "codes": {"compression": Quantize(16)},
+    "significance": {"compression": Threshold(0.1)},
+    "rows": {"compression": CommonRows(0.5)},
+    "local": {"sync": LocalSGD(2)},
+    "diloco": {"sync": DiLoCo(period=2)},
+    "sparseloco": {"sync": SparseLoCo(period=2)},
+}
+"""Settings of steps in which rank 1 fails; the last three exchange after a step."""
+
+MODES = ("local", "diloco", "sparseloco")
+
+SKIPPED = (
+    "BucketExchange.others_wait",
+    ".mix_meets",
+    "OuterOptimizer.meets",
+    ".due",
+    ".due.<locals>.<genexpr>",
+)
+"""The beginning of a step, and the decision whether ranks meet: before it nothing can tell the others of an error."""
+
+
+def after_a_failed_step(how: str, place: str | None) -> LoneFailure:
+    """Check that no sum of two calls follows a step in which rank 1 fails at the entrance of a function."""
+    failure = LoneFailure(place, MemoryError("no memory"))
+
+    def body(backend: TcpBackend, rank: int) -> list[Any]:
+        def steps() -> list[Any]:
+            mine = [np.ones((6, 5), np.float32), np.ones(7, np.float32)]
+            gradients = [np.full_like(one, 2) for one in mine]
+            with GradientSynchronizer(
+                mine, forest_plan(3, "allreduce", "star"), backend=backend, bucket_bytes=64, **TRAINED[how]
+            ) as own:
+                for _ in range(3):
+                    own.step(gradients)
+                    own.after_step(mine)
+                if how in MODES:
+                    own.step(gradients)
+                if rank == 1:
+                    failure.armed = True
+                found = [outcome_of(lambda: own.after_step(mine) if how in MODES else own.step(gradients))]
+                if rank == 1:
+                    failure.armed = False
+                comm = own.communicator
+                sums = (outcome_of(partial(comm.all_reduce, np.full(4, value))) for value in (1, 100))
+                return [*found, *sums]
+
+        if rank != 1:
+            return steps()
+        with failure.rank_thread():
+            return steps()
+
+    for rank, found in enumerate(backends_in_threads(3, body, timeout=20)):
+        if isinstance(found, BackendError):
+            assert "rank 1" in str(found), (place, rank, found)  # the job had ended before
+            continue
+        step, *sums = found
+        assert rank == 1 or not isinstance(step, BaseException) or "rank 1" in str(step), (place, rank, step)
+        for one, right in zip(sums, (3, 300), strict=True):
+            if isinstance(one, BaseException):
+                assert not isinstance(one, RefusedError), (place, rank, one)
+            else:
+                assert (one == right).all(), (place, rank, one)
+    return failure
+
+
+@pytest.mark.parametrize(
+    ("how", "place"),
+    [
+        ("dense", "training/buckets.py:BucketExchange.put"),
+        ("dense", "training/averaging.py:InStepAverager.start"),
+        ("density", "training/report.py:Recorder.now"),
+        ("local", "training/averaging.py:average_parameters"),
+        ("diloco", "training/outer_optimizers.py:OuterOptimizer.advance"),
+    ],
+)
+def test_a_step_in_which_one_rank_fails_alone_is_followed_by_no_sum_of_two_calls(
+    how: str, place: str
+) -> None:
+    assert after_a_failed_step(how, place).raised
+
+
+@pytest.mark.thorough
+@pytest.mark.sampled
+@pytest.mark.parametrize("how", TRAINED)
+def test_a_step_in_which_one_rank_fails_anywhere_is_followed_by_no_sum_of_two_calls(how: str) -> None:
+    for place in list(after_a_failed_step(how, None).seen)[1:]:
+        if place.startswith("training/") and not place.endswith(SKIPPED):
+            after_a_failed_step(how, place)
 
 
 def test_an_out_array_that_does_not_fit_loses_no_step() -> None:
