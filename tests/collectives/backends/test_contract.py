@@ -41,6 +41,8 @@ from tests.support.tcp_jobs import in_processes
 
 RANKS = 4
 EVERY = [case for group in GROUPS for case in cases(group)]
+SOME = EVERY[::3]
+"""Of each group a third: all trees, sizes, types and reductions."""
 Found = list[list[str]]
 
 
@@ -113,8 +115,13 @@ PLAYED = {
 
 
 def chosen(backend: str, group: str) -> list[Case]:
-    """An interpreter runs the kernels of windows: of a group one case in packets and one in chunks, or some types."""
-    listed = list(cases(group))
+    """An interpreter runs the kernels of windows: of a group one case in packets and one in chunks, or some types.
+
+    Of the types nccl has one reduction each, all reductions among them, or "all types".
+    """
+    listed = list(cases(group.removeprefix("all ")))
+    if (backend, group) == ("nccl", "types"):
+        return listed[::5]
     if backend != "windows":
         return listed
     if group == "types":
@@ -132,11 +139,11 @@ def chosen(backend: str, group: str) -> list[Case]:
             marks=[]
             if group in PLAYED.get(backend, GROUPS)
             else pytest.mark.slow
-            if group == "types" and backend != "nccl"  # stand-ins of GPUs work through all types slowly
+            if group == "all types" or (group == "types" and backend != "nccl")  # stand-ins of GPUs are slow
             else pytest.mark.thorough,
         )
         for backend in BACKENDS
-        for group in GROUPS
+        for group in (*GROUPS, *(["all types"] if backend == "nccl" else []))
         if backend not in PLAYED or group != "exchanges"  # which GPUs do not run
     ],
 )
@@ -182,8 +189,8 @@ def test_no_rank_leaves_a_barrier_before_all_have_entered_it(
     on_ranks(body, {"shared": shared(), "tcp": tcp, "nccl": nccl(cupy, engine="messages")}[backend])
 
 
-def rank_of_processes(rank: int, backend: str, place: str, port: int) -> Found:
-    """Return the results of a process that is one rank of all groups in turn."""
+def rank_of_processes(rank: int, listed: list[Case], backend: str, place: str, port: int) -> Found:
+    """Return the results of a process that is one rank of all cases in turn."""
     arrays: dict[str, Any] = {}
     if backend == "torch":
         import torch
@@ -199,7 +206,7 @@ def rank_of_processes(rank: int, backend: str, place: str, port: int) -> Found:
         made = TcpBackend(rank, RANKS, rendezvous=f"unix:{place}/rendezvous", timeout=60)
     else:
         made = SharedBackend(FileGather(place, rank, RANKS), rank=rank, size=RANKS, timeout=60)
-    found = run_cases(made, EVERY, **arrays)
+    found = run_cases(made, listed, **arrays)
     made.close()
     if backend == "torch":
         dist.destroy_process_group()
@@ -208,9 +215,10 @@ def rank_of_processes(rank: int, backend: str, place: str, port: int) -> Found:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["shared", "tcp", "torch"])
-def test_processes_have_the_bits_of_loopback(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("listed", [SOME, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["some", "every"])
+def test_processes_have_the_bits_of_loopback(backend: str, listed: list[Case], tmp_path: Path) -> None:
     if backend == "torch":
         pytest.importorskip("torch", reason="PyTorch is not installed")
-    ranks = in_processes(RANKS, rank_of_processes, backend, str(tmp_path), free_port())
-    for case, *found in zip(EVERY, *of_all(ranks), strict=True):
+    ranks = in_processes(RANKS, rank_of_processes, listed, backend, str(tmp_path), free_port())
+    for case, *found in zip(listed, *of_all(ranks), strict=True):
         assert tuple(chain.from_iterable(found)) == expected(case), case
