@@ -15,6 +15,7 @@ import errno
 import select
 import socket
 import sys
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +43,11 @@ CALL_NANOSECONDS = 20_000_000
 """Nanoseconds after which a call returns in any case."""
 
 # of one type with what is computed: numba compiles a loop anew for each literal among its arguments
-BUSY, BEHIND_WAKER = np.bool_(False), np.int64(1)
-"""What a rank is before its first look at the links, and the first place of `polled` behind that which wakes it."""
+BUSY: Any = np.bool_(False)
+"""What a rank is before its first look at the links."""
+
+BEHIND_WAKER = np.int64(1)
+"""The first place of `polled` behind that which wakes the rank."""
 
 YIELDING, EATEN, RESPITE, LONGEST_RESPITE = 200_000, 500_000, 32, 320_000_000
 """See `collectives.backends.shared.compiled_program`."""
