@@ -44,7 +44,7 @@ CALL_NANOSECONDS = 20_000_000
 
 # of one type with what is computed: numba compiles a loop anew for each literal among its arguments
 BUSY: Any = np.bool_(False)
-"""What a rank is before its first look at the links."""
+"""A rank is not idle before its first look at the links."""
 
 BEHIND_WAKER = np.int64(1)
 """The first place of `polled` behind that which wakes the rank."""

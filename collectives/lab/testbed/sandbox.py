@@ -353,7 +353,7 @@ FAILURE_GRACE_SECONDS = 3.0
 
 
 Work = Callable[[str, int], int]
-"""What a process does by the folder of the job and its rank; returns its exit status."""
+"""A function of the folder of the job and a rank, which returns the exit status of its process."""
 
 
 def run_sandbox(rank_work: Work) -> int:
