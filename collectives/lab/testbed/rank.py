@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.demand_plans import demand_of
+from collectives.backends.tcp.compiled_exchange import compile_ahead
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.communicator.communicator import Communicator
 from collectives.lab.benchmark import DIVIDED, METHODS
@@ -260,4 +261,5 @@ def _write_record(**said: object) -> None:
 
 
 if __name__ == "__main__":
+    compile_ahead()  # once for all ranks
     sys.exit(run_sandbox(run_rank))
