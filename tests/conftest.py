@@ -39,8 +39,10 @@ collect_ignore_glob = ["bench/*", "faults/*", "jobs/*_ranks.py"]
 
 
 def pytest_configure() -> None:
-    """Processes find this checkout, and share the kernels that they compile, outside the user's cache."""
+    """Processes find this checkout, share the kernels that they compile, and calculate in one thread each."""
     os.environ.setdefault("TOPOPLAN_KERNEL_CACHE", str(ROOT / "build" / "kernels"))
+    # as torchrun sets it: threads of OpenMP spin while they wait, on processors that other tests need
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 

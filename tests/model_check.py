@@ -86,7 +86,7 @@ SETTINGS = (
     Setting("two deaths", 2, ("kill",), mark=""),
     Setting("two deaths, two rounds", 2, ("kill",), rounds=2),
     Setting("two deaths on one host", 2, ("kill",), one_host=True),
-    Setting("two deaths, two collectives", 2, ("kill",), collectives=2),
+    Setting("two deaths, two collectives", 2, ("kill",), collectives=2, mark="slow"),
     Setting("a stop", 1, ("stop",), mark="slow"),
     Setting("a stop on one host", 1, ("stop",), one_host=True, mark="slow"),
     Setting("a cut", 1, ("cut",), mark="slow"),

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from collectives import Communicator
-from tests.jobs.kind_ranks import COLLECTIVES, COUNT
-from tests.support.checkout import ROOT
-from tests.support.tcp_jobs import call, given_to, seal
+from collectives.backends.tcp.tcp_backend import TcpBackend
+from tests.support.tcp_jobs import METHODS, call, given_to, in_processes, seal
 from topoplan import Server, cluster_by_kind, plan_by_kind
 from topoplan.plans.plan import ROOTED
+from topoplan.plans.plan_by_kind import PlanByKind
+
+COUNT = 40_000
+"""Elements: more than the barrier carries."""
+
+COLLECTIVES = [collective for collective in METHODS if collective != "alltoall"]
+
+
+def results_of_rank(rank: int, size: int, path: str, meeting: str) -> dict[str, str | None]:
+    """Return a digest of each result by collective; a plan by kind that is listed anywhere ends the job."""
+    setattr(PlanByKind, "listed", None)  # noqa: B010
+    backend = TcpBackend(rank, size, rendezvous=meeting, timeout=120)
+    results = {}
+    with Communicator(path, backend, chunk_bytes=16 << 10, timeout=120) as comm:
+        for collective in COLLECTIVES:
+            options = {"root": comm.size // 3} if collective in ROOTED else {}
+            results[collective] = seal(
+                call(comm, collective, given_to(comm.rank, comm.size, collective, COUNT), **options)
+            )
+    return results
 
 
 @pytest.mark.thorough
@@ -34,17 +49,7 @@ def test_a_job_on_a_plan_file_by_kind_has_the_bits_of_the_listed_plan(
     path = tmp_path / "plan.json"
     path.write_text(plan_by_kind(cluster, "allreduce").to_json())
     size = cluster.size
-    code = (
-        "import sys; from collectives.communicator.launch import start_ranks; "
-        f"sys.exit(start_ranks('tcp', [sys.executable, '-m', 'tests.jobs.kind_ranks', {str(path)!r}, "
-        f"{str(tmp_path)!r}], {size}))"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=580
-    )
-    assert done.returncode == 0, done.stderr
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
+    told = in_processes(size, results_of_rank, size, str(path), f"unix:{tmp_path}/meeting")
     for collective in COLLECTIVES:
         root = size // 3 if collective in ROOTED else None
         plan = plan_by_kind(cluster, collective, root=root).listed()

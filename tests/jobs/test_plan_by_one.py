@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +16,7 @@ import pytest
 
 import topoplan
 from collectives import Communicator
+from collectives.communicator.launch import run_mpi
 from collectives.lab.bench_command import rival_ring
 from collectives.peers.agreement import (
     COMPRESSED_FROM,
@@ -27,9 +26,9 @@ from collectives.peers.agreement import (
     gather_when_done,
     plan_on_one_rank,
 )
-from tests.support.checkout import ROOT
 from tests.support.hand_plans import forest_plan
 from tests.support.tcp_jobs import backends_in_threads, in_threads
+from tests.support.torch_jobs import forked
 from topoplan.errors import BackendError, InfeasibleError, PlanError, RefusedError, TopoplanError
 from topoplan.model.schedule_selection import plan_like
 from topoplan.plans.plan import COLLECTIVES, Plan
@@ -48,15 +47,12 @@ def test_ranks_wait_for_the_planner_beyond_their_timeout(backend: str, tmp_path:
     module = {"mpi": "mpi4py", "torch": "torch"}.get(backend)
     if module is not None and find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
-    code = (
-        "import sys; from collectives.communicator.launch import start_ranks; "
-        f"sys.exit(start_ranks({backend!r}, [sys.executable, {str(SCRIPT)!r}, {backend!r}, {str(tmp_path)!r}], 3))"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    program = [str(SCRIPT), backend, str(tmp_path)]
+    if backend == "mpi":
+        assert run_mpi([sys.executable, *program], 3) == 0
+    else:
+        _, errors, statuses = forked(program, tmp_path, ranks=3)
+        assert statuses == [0] * 3, errors[-3000:]
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     assert len({one["digest"] for one in told}) == 1
     assert [one["calls"] for one in told] == [1, 0, 0]

@@ -7,19 +7,19 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from collectives import Communicator
-from collectives.communicator.launch import start_ranks
 from tests.support.fake_gpu import install
 from tests.support.fake_streams import Machine
 from tests.support.hand_plans import forest_plan
 from tests.support.ports import free_port
 from tests.support.rank_scenarios import check_scenario, scenarios
 from tests.support.sparse_steps import ON_GPUS, of_each_rank, steps_of_each
-from tests.support.torch_jobs import Told, told_by_all
+from tests.support.torch_jobs import Told, forked, told_by_all
 from topoplan.errors import BackendError, UsageError
 
 pytestmark = pytest.mark.thorough
@@ -354,8 +354,7 @@ def test_a_missing_library_is_an_error_that_says_what_to_install(monkeypatch: py
         Communicator(forest_plan(2, "allreduce", "star"), "torch")
 
 
-@pytest.mark.thorough
-def test_communicators_over_torchs_groups_are_opened_one_after_another() -> None:
+def test_communicators_over_torchs_groups_are_opened_one_after_another(tmp_path: Path) -> None:
     """What the ranks of one group left in the store is not taken for addresses of the next."""
     body = (
         "import torch; from collectives import Communicator; from tests.support.hand_plans import forest_plan\n"
@@ -363,4 +362,7 @@ def test_communicators_over_torchs_groups_are_opened_one_after_another() -> None
         "    with Communicator(forest_plan(2, 'allreduce', 'star'), 'torch', timeout=20) as comm:\n"
         "        assert turn % 2 or comm.all_reduce(torch.ones(3)).tolist() == [2.0] * 3\n"
     )
-    assert start_ranks("torch", [sys.executable, "-c", body], 2) == 0
+    program = tmp_path / "program.py"
+    program.write_text(body)
+    _, errors, statuses = forked([str(program)], tmp_path, ranks=2)
+    assert statuses == [0, 0], errors[-3000:]

@@ -2,14 +2,13 @@
 
 Every check is a plain function that raises where something is wrong, and `UsageError` where it cannot run here. Those
 that need no stream run on the CPU too, so that they are known to run. ``make test-gpu`` runs them on a GPU, and
-``test_torch_gpu.py RANK FOLDER DEVICE`` is one rank of two.
+``test_torch_gpu.py FOLDER DEVICE WHAT`` is one rank of two.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from tests.support.checkout import ROOT
+from tests.support.torch_jobs import forked
 from topoplan.errors import UsageError
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -187,25 +186,11 @@ def check_two_ranks(device: str, what: str = "hook") -> None:
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"
         plan.write_text(PLAN_OF_TWO.to_json(), encoding="utf-8")
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        settings = {"PYTHONPATH": path, "TOPOPLAN_PLAN": str(plan), "OMP_NUM_THREADS": "1", **shared}
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, __file__, str(rank), folder, device, what],
-                env={**os.environ, **settings},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        try:
-            told = [one.communicate(timeout=150)[1] for one in ranks]
-        finally:
-            for one in ranks:
-                one.kill()
-                one.wait()
-        for rank, one in enumerate(ranks):
-            assert one.returncode == 0, f"rank {rank} ended with {one.returncode}: {told[rank][-1000:]}"
+        settings = {"TOPOPLAN_PLAN": str(plan), **shared}
+        _, errors, statuses = forked(
+            [__file__, folder, device, what], Path(folder), ranks=2, settings=settings
+        )
+        assert statuses == [0, 0], f"the ranks ended with {statuses}: {errors[-2000:]}"
 
 
 def one_of_two(rank: int, folder: str, device: str, what: str) -> None:
@@ -402,4 +387,4 @@ def test_two_ranks_with_the_hook_and_the_process_group_hold_what_torchs_own_hold
 
 
 if __name__ == "__main__":
-    one_of_two(int(sys.argv[1]), *sys.argv[2:5])
+    one_of_two(int(os.environ["RANK"]), *sys.argv[1:4])

@@ -166,7 +166,7 @@ def library() -> ctypes.CDLL:
         if not made.exists():
             new = made.with_suffix(".new")
             command = [compiler, *flags, "-o", str(new), str(here / "machine.cc")]
-            subprocess.run(command, check=True, timeout=120)
+            subprocess.run(command, check=True, timeout=600)
             new.replace(made)
     loaded = ctypes.CDLL(str(made))
     loaded.operation_name.restype = ctypes.c_char_p

@@ -77,6 +77,13 @@ ENDED, WAITING, OTHERS_DIFFER, BY_PYTHON, NOT_READ, OTHERS_FAILED = range(6)
 """Results of a call: the program has ended; it waits; the notes differ; Python has an operation to do; the memory of a
 rank cannot be read; or a rank has failed whose memory this one has worked on."""
 
+# of one type with what is computed: numba compiles a loop anew for each literal among its arguments
+EVERYONE, NOTHING = np.int64(-1), np.int64(0)
+"""Place of the condition that all ranks have published their notes, and the first byte of a block."""
+
+BEGUN, READY, OVER = np.arange(3)
+"""Times of an operation: when its group is reached, when its waits are over, and when it is done."""
+
 YIELDING = 200_000
 """Nanoseconds for which a waiting rank yields its processor before it sleeps."""
 
@@ -189,7 +196,7 @@ def run(
     """
     if frame[POSITION] == -2:
         frame[ARRIVALS] = _now(frame)
-        _note_time(frame, -1, 0)
+        _note_time(frame, EVERYONE, BEGUN)
         _show(frame, control, own, ranks)
         frame[POSITION] = -1
     if frame[POSITION] == -1:
@@ -197,13 +204,13 @@ def run(
             if not _wait(frame, control, own, ranks, -1 - frame[LATE], frame[AGREEMENT]):
                 return WAITING
             _begin_early(operations, inputs, frame, control, own, ranks)
-        if not _wait(frame, control, own, ranks, -1, frame[AGREEMENT]):
+        if not _wait(frame, control, own, ranks, EVERYONE, frame[AGREEMENT]):
             return WAITING
         notes = NOTE + frame[AGREEMENT] % 2 * LENGTH
         for place in range(ranks):
             if _memcmp(control + place * PAGE + notes, control + own * PAGE + notes, LENGTH) & 0xFFFFFFFF:
                 return OTHERS_DIFFER
-        _note_time(frame, -1, 2)
+        _note_time(frame, EVERYONE, OVER)
         if frame[ARRIVALS + 3] > 0:
             calls = load_word(frame[ARRIVALS + 2])
             came = frame[ALL_CAME] or _now(frame)
@@ -226,7 +233,7 @@ def run(
             frame[BLOCK_BYTES] = FETCHED_BLOCK
     while frame[POSITION] < frame[END]:
         number = frame[POSITION]
-        _note_time(frame, number, 0)
+        _note_time(frame, number, BEGUN)
         if frame[DONE_ASIDE] == 0:
             while operations[number].first_wait + frame[WAIT] < operations[number].last_wait:
                 wait = operations[number].first_wait + frame[WAIT]
@@ -234,12 +241,12 @@ def run(
                 if not _wait(frame, control, own, ranks, waits[wait].place, least):
                     return WAITING
                 frame[WAIT] += 1
-            _note_time(frame, number, 1)
+            _note_time(frame, number, READY)
             if operations[number].kind == UNLESS_FAILED and _any_failed(control, ranks):
                 return OTHERS_FAILED
             if not _done_here(operations, inputs, frame, number):
                 return NOT_READ if frame[UNREAD] else BY_PYTHON
-        _note_time(frame, number, 2)
+        _note_time(frame, number, OVER)
         frame[DONE_ASIDE] = 0
         frame[WAIT] = 0
         frame[POSITION] += operations[number].together
@@ -257,7 +264,7 @@ def _begin_early(
     frame[EARLY] = ALL_AT_ONCE
     agreement, late = frame[AGREEMENT], frame[LATE] - 1
     notes, lies = NOTE + agreement % 2 * LENGTH, 8 * (LYING + agreement % 2)
-    if own == late or _reached(control, ranks, -1, agreement):
+    if own == late or _reached(control, ranks, EVERYONE, agreement):
         return
     for place in range(ranks):
         page = control + place * PAGE
@@ -270,9 +277,9 @@ def _begin_early(
     number = frame[INTO_END]
     while number < frame[EARLY_END]:
         following = number + operations[number].together
-        start = 0
-        _note_time(frame, number, 0)
-        _note_time(frame, number, 1)
+        start = NOTHING
+        _note_time(frame, number, BEGUN)
+        _note_time(frame, number, READY)
         while start < operations[number].bytes:
             part = min(FETCHED_BLOCK, operations[number].bytes - start)
             for one in range(number, following):
@@ -280,10 +287,10 @@ def _begin_early(
             if frame[UNREAD]:
                 frame[UNREAD] = 0
                 return
-            if frame[ALL_CAME] == 0 and _reached(control, ranks, -1, agreement):
+            if frame[ALL_CAME] == 0 and _reached(control, ranks, EVERYONE, agreement):
                 frame[ALL_CAME] = _now(frame)
             start += part
-        _note_time(frame, number, 2)
+        _note_time(frame, number, OVER)
         number = following
     frame[EARLY] = EARLY_DONE
 
@@ -345,7 +352,7 @@ def _done_here(operations: Records, inputs: Records, frame: Numbers, first: Word
     length = operations[first].bytes
     alone = last - first == 1 and operations[first].kind in (COPY, COPY_PAST)
     block = length if alone else frame[BLOCK_BYTES]
-    start = 0
+    start = NOTHING
     while start < length:
         part = min(block, length - start)
         for number in range(first, last):
@@ -396,7 +403,9 @@ def _do(
 @compiled
 def _fetch(frame: Numbers, target: Word, place: Word, offset: Word, length: Word) -> None:
     """Read from the memory of another process, or note that its memory could not be read."""
-    frame[VECTORS : VECTORS + 4] = target, length, frame[FRAME + place] + offset, length
+    # one by one: numba takes seconds to compile the assignment of a tuple to a slice
+    frame[VECTORS], frame[VECTORS + 1] = target, length
+    frame[VECTORS + 2], frame[VECTORS + 3] = frame[FRAME + place] + offset, length
     vectors = frame.ctypes.data + 8 * VECTORS
     process = frame[FRAME + 3 * frame[RANKS] + place]
     if _syscall(frame[READING], process, vectors, 1, vectors + 16, 1, 0) != length:
@@ -471,8 +480,8 @@ def _show(frame: Numbers, control: Word, own: Word, ranks: Word) -> None:
         _memcpy(place, frame[MEMORIES + SOURCE], frame[SHOWN_BYTES])
     store_word(control + own * PAGE + 8 * NOTES, number)
     full_fence()
-    if _reached(control, ranks, -1, number):
-        _wake(frame, control, own, ranks, -1, number)
+    if _reached(control, ranks, EVERYONE, number):
+        _wake(frame, control, own, ranks, EVERYONE, number)
     if frame[LATE] and _reached(control, ranks, -1 - frame[LATE], number):
         _wake(frame, control, own, ranks, -1 - frame[LATE], number)
 

@@ -15,6 +15,7 @@ import errno
 import select
 import socket
 import sys
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,13 @@ error; an unexpected chunk came; a join is left to Python; the barrier beside th
 
 CALL_NANOSECONDS = 20_000_000
 """Nanoseconds after which a call returns in any case."""
+
+# of one type with what is computed: numba compiles a loop anew for each literal among its arguments
+BUSY: Any = np.bool_(False)
+"""A rank is not idle before its first look at the links."""
+
+BEHIND_WAKER = np.int64(1)
+"""The first place of `polled` behind that which wakes the rank."""
 
 YIELDING, EATEN, RESPITE, LONGEST_RESPITE = 200_000, 500_000, 32, 320_000_000
 """See `collectives.backends.shared.compiled_program`."""
@@ -292,7 +300,7 @@ def _barrier_bytes(frame: Records) -> Word:
 @compiled
 def _sleep_in_barrier(rounds: Numbers, frame: Records, polled: NDArray[np.int16], nanoseconds: Word) -> bool:
     """Sleep until a connection is ready; return whether the rank was woken instead."""
-    _await_barrier(rounds, frame, polled, 1)
+    _await_barrier(rounds, frame, polled, BEHIND_WAKER)
     polled[:, 3] = 0
     _poll(polled.ctypes.data, 3, nanoseconds // 1_000_000 + 1)
     woken: bool = polled[0, 3] != 0
@@ -342,7 +350,7 @@ def exchange(
     """
     state = frame[0]
     began = now = _now(frame)
-    idle = False
+    idle = BUSY
     if state.kept_chunks > 0 and not _join_kept(streams, befores, links, progress, kept, free, frame, counts):
         return BY_PYTHON
     meets = meeting[0].round < len(rounds)

@@ -1,9 +1,9 @@
 """Measure the round-trip time of heartbeats on the wires of a testbed while a collective fills them.
 
-``python -m collectives.lab.testbed.heartbeats FOLDER RANK`` sends a datagram over every outgoing wire of its rank every
-`PERIOD`, and answers those of the others. SIGTERM ends it: it writes ``beats<RANK>.json`` with the time of each
-heartbeat on the monotonic clock that all processes of a machine share, and the seconds until its answer, null for none.
-Heartbeats queue with the data: they wait for what a switch holds of it.
+A process beside each rank sends a datagram over every outgoing wire of its rank every `PERIOD`, and answers those of
+the others. SIGTERM ends it: it writes ``beats<RANK>.json`` with the time of each heartbeat on the monotonic clock that
+all processes of a machine share, and the seconds until its answer, null for none. Heartbeats queue with the data: they
+wait for what a switch holds of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import signal
 import socket
 import statistics
 import struct
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,7 +69,7 @@ class RoundTrips:
         return cls(len(beats), len(beats) - len(answered), statistics.median(answered), p99)
 
 
-def main(folder: str, rank: int) -> int:
+def run_heartbeats(folder: str, rank: int) -> int:
     """Send, answer and record heartbeats until SIGTERM."""
     pulses = [
         HeartbeatWire(**one) for one in json.loads((Path(folder) / "pulses.json").read_text(encoding="utf-8"))
@@ -118,7 +117,3 @@ def _send(sender: socket.socket, beat: bytes, address: str) -> None:
         sender.sendto(beat, socket.MSG_DONTWAIT, (address, PORT))
     except OSError:
         return
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))

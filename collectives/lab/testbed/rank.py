@@ -1,7 +1,8 @@
 """Run one rank of a testbed: the schedules of the job over its wires, every element checked, times reported.
 
-``python -m collectives.lab.testbed.rank FOLDER RANK`` writes one JSON object for each run: schedule, size, the agreed
-start, seconds from there, and wrong elements. All processes of a machine read the same monotonic clock.
+``python -m collectives.lab.testbed.rank`` is the first process of a sandbox, which forks the ranks. A rank writes one
+JSON object for each run: schedule, size, the agreed start, seconds from there, and wrong elements. All processes of a
+machine read the same monotonic clock.
 
 The expected result is known without running the collective: inputs repeat after a prime number of elements. Sums are
 exact in float32 for any number of ranks that a testbed can hold, and a misplaced chunk shows, since no chunk is a
@@ -22,10 +23,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.backends.tcp.compiled_exchange import compile_ahead
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.communicator.communicator import Communicator
 from collectives.lab.benchmark import DIVIDED, METHODS
-from collectives.lab.testbed.sandbox import SandboxJob, ScheduledPlan, change_interfaces, shape_links
+from collectives.lab.testbed.sandbox import (
+    SandboxJob,
+    ScheduledPlan,
+    change_interfaces,
+    run_sandbox,
+    shape_links,
+)
 from collectives.tables.lowering import lower
 from topoplan.errors import BackendError, TopoplanError, UsageError
 from topoplan.plans.certificates.exchange import Demand
@@ -130,7 +138,7 @@ START_DELAY = 0.05
 ITEMSIZE = 4
 
 
-def main(folder: str, rank: int) -> int:
+def run_rank(folder: str, rank: int) -> int:
     """Run the job of a folder as one rank; exit status 1 if a run failed."""
     place = Path(folder)
     job = SandboxJob.from_json((place / "job.json").read_text(encoding="utf-8"))
@@ -263,4 +271,5 @@ def _write_record(**said: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    compile_ahead()  # once for all ranks
+    sys.exit(run_sandbox(run_rank))

@@ -339,7 +339,7 @@ def run_job(job: SandboxJob, progress: Callable[[str], None] | None = None) -> J
     cut: float | None = None
     failures: list[dict[str, object]] = []
     with tempfile.TemporaryFile("w+", encoding="utf-8") as stderr:
-        with sandbox.run_in_sandbox("collectives.lab.testbed.sandbox", job.to_json(), stderr) as process:
+        with sandbox.run_in_sandbox("collectives.lab.testbed.rank", job.to_json(), stderr) as process:
             assert process.stdout is not None, "stdout is a pipe"
             for line in process.stdout:
                 raise_if_interrupted()

@@ -4,16 +4,18 @@
 end ends all others, and the kernel removes mounts, namespaces and cables. A thread enters a namespace, and sockets and
 processes that it creates there stay there.
 
-``python -m collectives.lab.testbed.sandbox`` reads a `SandboxJob`, one line of JSON, from stdin and writes one JSON
-object on each line of stdout: the rates of the links, then what the ranks write (`collectives.lab.testbed.rank`). It
-ends when stdin ends, so nothing outlives its parent. A link is measured by one TCP connection, as many at once as the
-processors bear; a link below its rate here is limited by the processors or the shaping, not by a plan.
+The process reads a `SandboxJob`, one line of JSON, from stdin and writes one JSON object on each line of stdout: the
+rates of the links, then what the ranks write (`collectives.lab.testbed.rank`). It ends when stdin ends, so nothing
+outlives its parent. The ranks are forked from it before it has threads, since each would import for a second. A link is
+measured by one TCP connection, as many at once as the processors bear; a link below its rate here is limited by the
+processors or the shaping, not by a plan.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import multiprocessing
 import os
 import shutil
 import socket
@@ -21,14 +23,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import IO
 
-from collectives.lab.testbed.heartbeats import HeartbeatWire
+from collectives.lab.testbed.heartbeats import HeartbeatWire, run_heartbeats
 from collectives.lab.testbed.network import MAX_TOTAL_BITS, NetworkCommands
 from topoplan.errors import ProbeError, TopoplanError
 
@@ -346,27 +350,82 @@ FAILURE_GRACE_SECONDS = 3.0
 """Seconds in which the other ranks may report the failure of one."""
 
 
-def main() -> int:
-    """Run the job; exit status 1 if a rank failed or the network cannot be built."""
-    line = read_job()
+Work = Callable[[str, int], int]
+"""A function of the folder of the job and a rank, which returns the exit status of its process."""
+
+
+def run_sandbox(rank_work: Work) -> int:
+    """Run the job of stdin, with `rank_work` in the process of each rank; exit status 1 if a rank or the job failed."""
+    line = sys.stdin.readline()
     job = SandboxJob.from_json(line)
-    try:
-        build_network(job.commands.create, job.commands.inside, job.commands.shape)
-        if job.links:
-            print(json.dumps({"links": measure_links(job.links, MAX_TOTAL_BITS)}), flush=True)
-    except (TopoplanError, OSError, subprocess.CalledProcessError) as error:
-        print(json.dumps({"error": str(error)}), flush=True)
-        return 1
-    JOB_FOLDER.mkdir()
-    (JOB_FOLDER / "job.json").write_text(line, encoding="utf-8")
-    return _run_ranks(job) if job.schedules else 0
+    with _Children() as children:
+        hearts = [children.fork(run_heartbeats, *one) for one in enumerate(job.ranks) if job.pulses]
+        ranks = [children.fork(rank_work, *one) for one in enumerate(job.ranks) if job.schedules]
+        end_with_stdin()
+        try:
+            build_network(job.commands.create, job.commands.inside, job.commands.shape)
+            if job.links:
+                print(json.dumps({"links": measure_links(job.links, MAX_TOTAL_BITS)}), flush=True)
+        except (TopoplanError, OSError, subprocess.CalledProcessError) as error:
+            print(json.dumps({"error": str(error)}), flush=True)
+            return 1
+        JOB_FOLDER.mkdir()
+        (JOB_FOLDER / "job.json").write_text(line, encoding="utf-8")
+        if job.pulses:
+            pulses = json.dumps([asdict(pulse) for pulse in job.pulses])
+            (JOB_FOLDER / "pulses.json").write_text(pulses, encoding="utf-8")
+        children.start()
+        return _await_ranks(ranks, hearts) if ranks else 0
+
+
+class _Children:
+    """Processes that are forked before this one starts threads, and begin their work once the network is there."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("fork")
+        self._network, self._ready = self._context.Pipe(duplex=False)
+        self._processes: list[ForkProcess] = []
+
+    def __enter__(self) -> _Children:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self._processes:
+            one.kill()
+            one.join()
+
+    def fork(self, work: Work, number: int, namespace: str) -> ForkProcess:
+        made = self._context.Process(
+            target=_be_child, args=(self._network, self._ready, work, number, namespace)
+        )
+        made.start()
+        self._processes.append(made)
+        return made
+
+    def start(self) -> None:
+        self._ready.close()
+
+
+def _be_child(network: Connection, ready: Connection, work: Work, number: int, namespace: str) -> None:
+    """Enter a namespace when all processes have closed `ready`, and work there."""
+    ready.close()
+    with suppress(EOFError):
+        network.recv_bytes()
+    with in_namespace(namespace):
+        status = work(str(JOB_FOLDER), number)
+    sys.exit(status)
 
 
 def read_job() -> str:
     """Return the line of `run_in_sandbox`; from there on this process ends when its stdin does."""
     line = sys.stdin.readline()
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    end_with_stdin()
     return line
+
+
+def end_with_stdin() -> None:
+    """End this process when its stdin ends, by a thread."""
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
 
 
 def _end_with_stdin() -> None:
@@ -376,51 +435,23 @@ def _end_with_stdin() -> None:
     os._exit(1)
 
 
-def _run_ranks(job: SandboxJob) -> int:
-    hearts = _start_heartbeats(job)
-    ranks: list[subprocess.Popen[bytes]] = []
-    for number, namespace in enumerate(job.ranks):
-        with in_namespace(namespace):
-            command = [sys.executable, "-m", "collectives.lab.testbed.rank", str(JOB_FOLDER), str(number)]
-            ranks.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+def _await_ranks(ranks: Sequence[ForkProcess], hearts: Sequence[ForkProcess]) -> int:
     deadline = None
-    while any(rank.poll() is None for rank in ranks):
-        failed = [number for number, rank in enumerate(ranks) if rank.poll() not in (None, 0)]
-        if failed and deadline is None:
+    while any(rank.exitcode is None for rank in ranks):
+        if deadline is None and any(rank.exitcode for rank in ranks):
             deadline = time.monotonic() + FAILURE_GRACE_SECONDS
         if deadline is not None and time.monotonic() > deadline:
             break
         time.sleep(0.02)
     for number, rank in enumerate(ranks):
-        if rank.poll() not in (None, 0, 1):
-            print(json.dumps({"rank": number, "error": f"ended with status {rank.poll()}"}), flush=True)
+        if rank.exitcode not in (None, 0, 1):
+            print(json.dumps({"rank": number, "error": f"ended with status {rank.exitcode}"}), flush=True)
     for heart in hearts:
         heart.terminate()
-    if all(heart.wait() == 0 for heart in hearts):
+        heart.join()
+    if all(heart.exitcode == 0 for heart in hearts):
         texts = [
             (JOB_FOLDER / f"beats{rank}.json").read_text(encoding="utf-8") for rank in range(len(hearts))
         ]
         print(json.dumps({"beats": [beat for text in texts for beat in json.loads(text)]}), flush=True)
-    return int(any(rank.poll() != 0 for rank in ranks))
-
-
-def _start_heartbeats(job: SandboxJob) -> list[subprocess.Popen[bytes]]:
-    hearts: list[subprocess.Popen[bytes]] = []
-    if job.pulses:
-        pulses = json.dumps([asdict(pulse) for pulse in job.pulses])
-        (JOB_FOLDER / "pulses.json").write_text(pulses, encoding="utf-8")
-        for number, namespace in enumerate(job.ranks):
-            with in_namespace(namespace):
-                command = [
-                    sys.executable,
-                    "-m",
-                    "collectives.lab.testbed.heartbeats",
-                    str(JOB_FOLDER),
-                    str(number),
-                ]
-                hearts.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
-    return hearts
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return int(any(rank.exitcode != 0 for rank in ranks))

@@ -351,9 +351,11 @@ def accumulate(
             )
             words[used] = word & ((np.uint64(1) << np.uint64(rest)) - np.uint64(1))
             used += 1
-            residual[whole:] = kept[:rest]
-            if velocity is not None:
-                velocity[whole:] = speed[:rest]
+            # one by one: numba takes seconds to compile the assignment of an array to a slice
+            for i in range(rest):
+                residual[whole + i] = kept[i]
+                if velocity is not None:
+                    velocity[whole + i] = speed[i]
         if count + ROOM > indices.size:
             for i in range(count):
                 bits[indices[i]] = found[i]

@@ -36,11 +36,12 @@ from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import machine as machine
 from tests.support.hand_plans import forest_plan
 from tests.support.job_meeting import Meeting, as_threads, of_all
-from tests.support.ports import free_port
 from tests.support.tcp_jobs import in_processes
 
 RANKS = 4
 EVERY = [case for group in GROUPS for case in cases(group)]
+SOME = EVERY[::3]
+"""Of each group a third: all trees, sizes, types and reductions."""
 Found = list[list[str]]
 
 
@@ -113,8 +114,13 @@ PLAYED = {
 
 
 def chosen(backend: str, group: str) -> list[Case]:
-    """An interpreter runs the kernels of windows: of a group one case in packets and one in chunks, or some types."""
-    listed = list(cases(group))
+    """An interpreter runs the kernels of windows: of a group one case in packets and one in chunks, or some types.
+
+    Of the types nccl has one reduction each, all reductions among them, or "all types".
+    """
+    listed = list(cases(group.removeprefix("all ")))
+    if (backend, group) == ("nccl", "types"):
+        return listed[::5]
     if backend != "windows":
         return listed
     if group == "types":
@@ -132,11 +138,11 @@ def chosen(backend: str, group: str) -> list[Case]:
             marks=[]
             if group in PLAYED.get(backend, GROUPS)
             else pytest.mark.slow
-            if group == "types" and backend != "nccl"  # stand-ins of GPUs work through all types slowly
+            if group == "all types" or (group == "types" and backend != "nccl")  # stand-ins of GPUs are slow
             else pytest.mark.thorough,
         )
         for backend in BACKENDS
-        for group in GROUPS
+        for group in (*GROUPS, *(["all types"] if backend == "nccl" else []))
         if backend not in PLAYED or group != "exchanges"  # which GPUs do not run
     ],
 )
@@ -182,35 +188,22 @@ def test_no_rank_leaves_a_barrier_before_all_have_entered_it(
     on_ranks(body, {"shared": shared(), "tcp": tcp, "nccl": nccl(cupy, engine="messages")}[backend])
 
 
-def rank_of_processes(rank: int, backend: str, place: str, port: int) -> Found:
-    """Return the results of a process that is one rank of all groups in turn."""
-    arrays: dict[str, Any] = {}
-    if backend == "torch":
-        import torch
-        import torch.distributed as dist
-
-        from collectives.backends.torch.torch_backend import TorchBackend
-
-        address = f"tcp://127.0.0.1:{port}"
-        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
-        made: Any = TorchBackend(dist.group.WORLD, timeout=60)
-        arrays = {"here": lambda one: torch.from_numpy(one.copy()), "back": lambda one: one.numpy()}
-    elif backend == "tcp":
-        made = TcpBackend(rank, RANKS, rendezvous=f"unix:{place}/rendezvous", timeout=60)
-    else:
-        made = SharedBackend(FileGather(place, rank, RANKS), rank=rank, size=RANKS, timeout=60)
-    found = run_cases(made, EVERY, **arrays)
+def rank_of_processes(rank: int, listed: list[Case], backend: str, place: str) -> Found:
+    """Return the results of a process that is one rank of all cases in turn."""
+    made: Any = (
+        TcpBackend(rank, RANKS, rendezvous=f"unix:{place}/rendezvous", timeout=60)
+        if backend == "tcp"
+        else SharedBackend(FileGather(place, rank, RANKS), rank=rank, size=RANKS, timeout=60)
+    )
+    found = run_cases(made, listed)
     made.close()
-    if backend == "torch":
-        dist.destroy_process_group()
     return found
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("backend", ["shared", "tcp", "torch"])
-def test_processes_have_the_bits_of_loopback(backend: str, tmp_path: Path) -> None:
-    if backend == "torch":
-        pytest.importorskip("torch", reason="PyTorch is not installed")
-    ranks = in_processes(RANKS, rank_of_processes, backend, str(tmp_path), free_port())
-    for case, *found in zip(EVERY, *of_all(ranks), strict=True):
+@pytest.mark.parametrize("backend", ["shared", "tcp"])  # of torch in `tests.jobs.torch_ranks`
+@pytest.mark.parametrize("listed", [SOME, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["some", "every"])
+def test_processes_have_the_bits_of_loopback(backend: str, listed: list[Case], tmp_path: Path) -> None:
+    ranks = in_processes(RANKS, rank_of_processes, listed, backend, str(tmp_path))
+    for case, *found in zip(listed, *of_all(ranks), strict=True):
         assert tuple(chain.from_iterable(found)) == expected(case), case

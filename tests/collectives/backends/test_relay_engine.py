@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 from types import ModuleType
 from typing import Any
@@ -34,6 +35,7 @@ REGION = 64 << 20
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "reduce_scatter", "allgather")
 
 
+@cache
 def relayed(collective: str = "allreduce", gpus: tuple[int, ...] = GPUS) -> Plan:
     """Return a plan whose trees pass relays."""
     plan = topoplan.plan(topoplan.with_relays("dgx-1v", gpus), collective)
@@ -137,6 +139,7 @@ def test_a_relay_exchanges_no_messages(machine: Machine, cupy: ModuleType) -> No
     assert "without access to each other's memory, gpu0-gpu2; leave such relays" in found.pop()
 
 
+@cache
 def refusing(collective: str, name: str) -> Plan:
     """Return a plan of four ranks whose machine states that a GPU has no peer access to gpu0."""
     topology = topoplan.with_relays("rtx-pro-6000-2x4", (0, 1, 4, 5))

@@ -535,8 +535,9 @@ def test_nothing_is_left_behind(
         text=True,
     )
     try:
-        ranks = wait_for(
-            lambda: sorted(marked(marker, "collectives.lab.testbed.rank")), lambda pids: len(pids) == 4
+        # unshare, the first process of the sandbox, and the ranks, which are forked from it
+        _, _, *ranks = wait_for(
+            lambda: sorted(marked(marker, "collectives.lab.testbed.rank")), lambda pids: len(pids) == 6
         )
         end(command, ranks)
         _, shown = command.communicate(timeout=30)
