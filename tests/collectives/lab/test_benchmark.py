@@ -2,45 +2,50 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import topoplan
 from collectives import Communicator
+from collectives.lab import benchmark
 from collectives.lab.benchmark import BLOCK_SECONDS, MAX_CALLS, REPEATS, measure
 
 
 class Slow(Communicator):
-    pause, calls = 0.0, 0
+    """Its all_reduce takes `pause` seconds of a clock that only it moves."""
+
+    pause, calls, now = 0.0, 0, 0.0
 
     def all_reduce(self, *arguments: Any, **settings: Any) -> Any:
         self.calls += 1
-        time.sleep(self.pause)
+        self.now += self.pause
         return super().all_reduce(*arguments, **settings)
 
 
-def slow(pause: float) -> Slow:
-    comm = Slow(topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 5]))
-    comm.pause = pause
-    return comm
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    with Slow(topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 5])) as comm:
+        monkeypatch.setattr(benchmark, "time", SimpleNamespace(perf_counter=lambda: comm.now))
+        yield comm
 
 
-def test_short_calls_run_back_to_back_and_the_time_is_of_one() -> None:
-    with slow(BLOCK_SECONDS / 20) as comm:
-        row = measure(comm, nbytes=64, dtype="float32")
-        assert 2 * REPEATS < comm.calls < 2 * REPEATS * MAX_CALLS
-    assert BLOCK_SECONDS / 20 <= row.seconds < BLOCK_SECONDS
+def test_short_calls_run_back_to_back_and_the_time_is_of_one(slow: Slow) -> None:
+    slow.pause = BLOCK_SECONDS / 20
+    row = measure(slow, nbytes=64, dtype="float32")
+    assert 2 * REPEATS < slow.calls < 2 * REPEATS * MAX_CALLS
+    assert row.seconds == pytest.approx(slow.pause)
     assert row.wrong == 0
 
 
-def test_a_call_that_fills_a_block_is_one() -> None:
+def test_a_call_that_fills_a_block_is_one(slow: Slow) -> None:
     """One call makes the result, one warms up, one finds how long it takes."""
-    with slow(1.5 * BLOCK_SECONDS) as comm:
-        row = measure(comm, nbytes=64, dtype="float32")
-        assert comm.calls == 3 + REPEATS
-    assert row.seconds >= 1.5 * BLOCK_SECONDS
+    slow.pause = 1.5 * BLOCK_SECONDS
+    row = measure(slow, nbytes=64, dtype="float32")
+    assert slow.calls == 3 + REPEATS
+    assert row.seconds == pytest.approx(slow.pause)
 
 
 @pytest.mark.parametrize(
