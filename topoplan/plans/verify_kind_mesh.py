@@ -3,7 +3,8 @@
 The forms of all groups of an axis are numbered level by level at once: what a group takes of its servers, leaves and
 pods. Every group must have the form of the first group of one kind. The loads of a kind are counted by
 `topoplan.plans.verify_by_kind`. They are added up for every set of forms that a server, a leaf or a pod has in
-its groups. The bound is that of the file's lengths, with the shortest forest of each kind.
+its groups. The bound is that of the file's lengths, with the shortest forest of each kind. The planner
+(`topoplan.solve.mesh_by_kind`) finds kinds and lengths by the same arithmetic.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import lcm
+from math import lcm, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from topoplan.plans.certificates.forest_length import forest_length
 from topoplan.plans.certificates.kind_lengths import forest_at_least
 from topoplan.plans.kind_mesh import MESHES_BY_KIND, GroupKind, MeshByKind, check_axes, gpus_by_server
 from topoplan.plans.loads import link_loads
+from topoplan.plans.plan import Plan
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.verify import Verification, check_claim, verify
 from topoplan.plans.verify_by_kind import verify_with_loads
@@ -76,7 +78,7 @@ def recompute_mesh(mesh: MeshByKind) -> MeshVerification:
         )
     check_axes(mesh)
     weights = dict(mesh.weights)
-    classes = _ClusterClasses(mesh.cluster)
+    classes = ClusterClasses(mesh.cluster)
     reports, loads = [], []
     for number, one in enumerate(mesh.groups):
         try:
@@ -87,14 +89,15 @@ def recompute_mesh(mesh: MeshByKind) -> MeshVerification:
             raise error.under(f"group {number}") from None
         reports.append(report)
         loads.append(load)
+    rates = link_rates(mesh, classes, loads)
+    if not rates:
+        raise PlanError("no group crosses a link")
     return MeshVerification(
-        groups=tuple(reports),
-        exact_rate=_joint_rate(mesh, classes, loads),
-        exact_bound=_joint_bound(mesh, classes),
+        groups=tuple(reports), exact_rate=min(rates.values()), exact_bound=_joint_bound(mesh, classes)
     )
 
 
-class _ClusterClasses:
+class ClusterClasses:
     """The classes of all servers, leaves and pods of a cluster, by their numbers, and of links by their ends."""
 
     def __init__(self, cluster: ClusterByKind) -> None:
@@ -151,9 +154,14 @@ def _verified_loads(mesh: MeshByKind, one: GroupKind) -> tuple[Verification, lis
         return report, [pair for pair in zip(plan.fabric.links, loads, strict=True) if pair[1]]
     if plan.ranks != plan.topology.gpus:
         raise PlanError(f"its ranks are {', '.join(plan.ranks)}, not its members' GPUs")
-    report, fabric = verify(plan), Fabric(plan.topology, plan.channels)
-    found = zip(fabric.links, link_loads(plan.shards, fabric), strict=True)
-    return report, [pair for pair in found if pair[1]]
+    return verify(plan), loads_of(plan)
+
+
+def loads_of(plan: Plan | PlanByKind) -> list[tuple[Link, Fraction]]:
+    """Return the loads of the used links of a plan, or of its sample: bytes for each byte of the buffer."""
+    fabric = plan.fabric if isinstance(plan, PlanByKind) else Fabric(plan.topology, plan.channels)
+    loads = plan.link_loads() if isinstance(plan, PlanByKind) else link_loads(plan.shards, fabric)
+    return [pair for pair in zip(fabric.links, loads, strict=True) if pair[1]]
 
 
 def _compacted(*columns: Numbers) -> Numbers:
@@ -200,7 +208,7 @@ class _Forms:
     form: tuple[Numbers, ...]
 
 
-def _forms(mesh: MeshByKind, classes: _ClusterClasses, axis: str) -> _Forms:
+def _forms(mesh: MeshByKind, classes: ClusterClasses, axis: str) -> _Forms:
     """Return the forms along an axis: upwards what a part holds, then downwards what it is in."""
     cluster = mesh.cluster
     extents = [extent for _, extent in mesh.axes]
@@ -234,10 +242,23 @@ def _forms(mesh: MeshByKind, classes: _ClusterClasses, axis: str) -> _Forms:
     return _Forms(forms[-1], tuple(row[0] for row in rows), tuple(row[1] for row in rows), tuple(forms))
 
 
-def _joint_rate(
-    mesh: MeshByKind, classes: _ClusterClasses, loads: Sequence[Sequence[tuple[Link, Fraction]]]
-) -> Fraction:
-    """Return the rate of all groups together for weight 1; PlanError unless every group is of one kind."""
+def kinds_along(mesh: MeshByKind, classes: ClusterClasses, axis: str) -> list[tuple[tuple[int, ...], int]]:
+    """Return the ranks of the first group of each kind along an axis, and how many groups are of it."""
+    _, rows, counts = np.unique(_forms(mesh, classes, axis).groups, return_index=True, return_counts=True)
+    names = [name for name, _ in mesh.axes]
+    extent = dict(mesh.axes)[axis]
+    stride = prod(extent for _, extent in mesh.axes[names.index(axis) + 1 :])
+    found = []
+    for row, count in sorted(zip(rows.tolist(), counts.tolist(), strict=True)):
+        first = row // stride * extent * stride + row % stride
+        found.append((tuple(range(first, first + extent * stride, stride)), count))
+    return found
+
+
+def link_rates(
+    mesh: MeshByKind, classes: ClusterClasses, loads: Sequence[Sequence[tuple[Link, Fraction]]]
+) -> dict[LinkClass, Fraction]:
+    """Return the rate for weight 1 that fills a link of each class; PlanError unless every group is of one kind."""
     parts = [_PartLoads(one, classes, load) for one, load in zip(mesh.groups, loads, strict=True)]
     # At each level, the number of a server and its form in a group, row by row, and the loads of each form.
     rows: list[list[tuple[Numbers, Numbers]]] = [[] for _ in LEVELS]
@@ -255,21 +276,21 @@ def _joint_rate(
                     found = parts[place].of_numbers(level, numbers)
                 except PlanError as error:
                     raise error.under(f"group {place}") from None
-                for number, form in zip(numbers, own, strict=True):
+                # Numbers of one class have their loads in common.
+                alike = {(id(found[number]), form): number for number, form in zip(numbers, own, strict=True)}
+                for (_, form), number in alike.items():
                     given = {key: weight * load for key, load in found[number].items()}
                     if of_form[level].setdefault(before + form, given) != given:
                         raise PlanError(f"group {place}: {LEVELS[level]}s of one form must have equal loads")
     keys = mesh.sample.class_keys(mesh.fabric.links)
     capacity = dict(zip(keys, mesh.fabric.capacity, strict=True))
-    rates = []
+    most: dict[LinkClass, Fraction] = {}
     for level in range(len(LEVELS)):
         for key, load in _loads_of_all(rows[level], of_form[level]):
             if key not in capacity:
                 raise PlanError(f"a group crosses a link that the cluster does not have: {key}")
-            rates.append(capacity[key] / load)
-    if not rates:
-        raise PlanError("no group crosses a link")
-    return min(rates)
+            most[key] = max(load, most.get(key, load))
+    return {key: capacity[key] / load for key, load in most.items()}
 
 
 def _places_of_kinds(mesh: MeshByKind, axis: str, forms: _Forms) -> list[int]:
@@ -323,11 +344,11 @@ class _PartLoads:
     """The loads of the links of every server, leaf and pod in the first group of a kind, from those of its sample."""
 
     def __init__(
-        self, one: GroupKind, classes: _ClusterClasses, loads: Sequence[tuple[Link, Fraction]]
+        self, one: GroupKind, classes: ClusterClasses, loads: Sequence[tuple[Link, Fraction]]
     ) -> None:
         self.whole = classes
         self.own = [(classes.home(link), classes.of_link(link), load) for link, load in loads]
-        self.inside = _ClusterClasses(one.plan.cluster) if isinstance(one.plan, PlanByKind) else None
+        self.inside = ClusterClasses(one.plan.cluster) if isinstance(one.plan, PlanByKind) else None
 
     def of_numbers(self, level: int, numbers: Sequence[int]) -> dict[int, dict[LinkClass, Fraction]]:
         """Return the loads of some servers, leaves or pods; PlanError if the part's classes join two of the whole."""
@@ -357,12 +378,10 @@ class _PartLoads:
         return {number: by_class.get(part[number], {}) for number in numbers}
 
 
-def _joint_bound(mesh: MeshByKind, classes: _ClusterClasses) -> Fraction:
+def _joint_bound(mesh: MeshByKind, classes: ClusterClasses) -> Fraction:
     """Return the rate for weight 1 that the lengths prove no forests of the groups to exceed."""
-    of_link, counts = mesh.sample.link_classes(mesh.fabric.links)
     keys = mesh.sample.class_keys(mesh.fabric.links)
     lengths: dict[LinkClass, Fraction] = {}
-    volume = Fraction(0)
     for src, dst, value in mesh.lengths:
         place = mesh.fabric.link_index.get((src, dst))
         if place is None:
@@ -371,19 +390,30 @@ def _joint_bound(mesh: MeshByKind, classes: _ClusterClasses) -> Fraction:
             fault = "is below 0" if value < 0 else "is not the only one of its class"
             raise PlanError(f"the certificate's length of {src}->{dst} {fault}")
         lengths[keys[place]] = value
-        volume += mesh.fabric.capacity[place] * counts[of_link[place]] * value
     unit = lcm(*(value.denominator for value in lengths.values()))
-    whole = {key: int(value * unit) for key, value in lengths.items()}
-    weights, forests = dict(mesh.weights), Fraction(0)
-    for one in mesh.groups:
-        forests += weights[one.axis] * one.count * _forest(mesh, classes, one, whole) / unit
-    if forests <= 0:
+    bound = bound_of(mesh, classes, {key: int(value * unit) for key, value in lengths.items()})
+    if bound is None:
         raise PlanError("the lengths prove nothing: forests may have length 0")
-    return volume / forests
+    return bound
+
+
+def bound_of(mesh: MeshByKind, classes: ClusterClasses, lengths: Mapping[LinkClass, int]) -> Fraction | None:
+    """Return the rate for weight 1 that lengths of classes of links prove; None if they prove nothing."""
+    weights = dict(mesh.weights)
+    forests = (weights[one.axis] * one.count * _forest(mesh, classes, one, lengths) for one in mesh.groups)
+    length = sum(forests, Fraction(0))
+    rows, counts = mesh.sample.link_classes(mesh.fabric.links)
+    keys = mesh.sample.class_keys(mesh.fabric.links)
+    # Links of a class are equally fast.
+    volume = {
+        key: capacity * counts[row] * lengths.get(key, 0)
+        for key, capacity, row in zip(keys, mesh.fabric.capacity, rows, strict=True)
+    }
+    return sum(volume.values(), Fraction(0)) / length if length > 0 else None
 
 
 def _forest(
-    mesh: MeshByKind, classes: _ClusterClasses, one: GroupKind, lengths: Mapping[LinkClass, int]
+    mesh: MeshByKind, classes: ClusterClasses, one: GroupKind, lengths: Mapping[LinkClass, int]
 ) -> Fraction:
     """Return a lower bound of the length of the cheapest forest of one byte, of a group of the kind."""
     plan = one.plan
