@@ -27,7 +27,7 @@ from topoplan.units import nearest_float
 
 
 class Request(TypedDict, total=False):
-    """What a schedule is asked for beside machine and collective, as of `topoplan.plan`."""
+    """The GPUs, root and channels of a schedule beside its machine and collective, as of `topoplan.plan`."""
 
     gpus: Sequence[int] | None
     root: int | None
