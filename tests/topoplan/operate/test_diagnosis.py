@@ -194,6 +194,7 @@ def test_only_gpus_that_lost_links_are_named(dead: set[int]) -> None:
         assert set(re.split(", |-", text.split(":")[0])) <= hurt
 
 
+@settings(max_examples=30)
 @given(st.lists(st.text(max_size=5) | st.text(max_size=3).map("warning: ".__add__)))
 def test_warnings_go_first_and_the_rest_keeps_its_order(notes: list[str]) -> None:
     every = warnings_first(notes)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import pytest
@@ -59,6 +60,14 @@ def test_ten_thousand_gpus_are_verified_from_a_small_file() -> None:
     assert [one.trees for one in found.groups] == [*[10] * 8, *[125] * 8, 8]
 
 
+@cache
+def mesh_file() -> str:
+    hosts = [Server("nvlink-x4", count=6, nics=2)]
+    network: dict[str, Any] = {"network": "fat-tree", "leaf_size": 2, "oversubscription": 4}
+    many = topoplan.cluster_by_kind(hosts, nic_gbps=100, nic_access="direct", **network)
+    return plan_mesh_by_kind(many, {"dp": 6, "tp": 4}).to_json()
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -94,10 +103,7 @@ def test_ten_thousand_gpus_are_verified_from_a_small_file() -> None:
     ],
 )
 def test_a_wrong_file_is_named(change: Callable[[dict[str, Any]], object], told: str) -> None:
-    hosts = [Server("nvlink-x4", count=6, nics=2)]
-    network: dict[str, Any] = {"network": "fat-tree", "leaf_size": 2, "oversubscription": 4}
-    many = topoplan.cluster_by_kind(hosts, nic_gbps=100, nic_access="direct", **network)
-    value = json.loads(plan_mesh_by_kind(many, {"dp": 6, "tp": 4}).to_json())
+    value = json.loads(mesh_file())
     change(value)
     with pytest.raises(PlanError, match=told):
         verify_kind_mesh(MeshByKind.from_object(value))
