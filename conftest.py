@@ -29,13 +29,17 @@ TESTS = Path(__file__).parent / "tests"
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Keep the garbage collector from walking thousands of items, which live as long as the session."""
+    """Keep the garbage collector from walking thousands of items, which live as long as the session.
+
+    It also starts more rarely: by default it takes one fiftieth of the tests' time.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
         gc.freeze()
+        gc.set_threshold(20_000, 20, 20)
 
 
 @cache

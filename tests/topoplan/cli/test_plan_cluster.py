@@ -213,11 +213,11 @@ def test_the_environment_of_a_large_cluster_is_that_of_its_list(done: Done, netw
 
 def test_a_machine_on_stdin_is_read_once(done: Done) -> None:
     """Large clusters are asked for first, of the same text."""
-    text = topoplan.load("dgx-1v").to_json()
+    text = topoplan.load("v100x4").to_json()
     for line in ("show -", "compare -", "simulate - --sizes 1MB", "export - --to nccl-env", "plan -"):
-        for servers in (2, 33):
+        for servers in (2, 65):
             made = done(f"{line} --servers {servers} --nic-gbps 100", stdin=text)
-            assert f"{servers} x dgx-1v" in made
+            assert f"{servers} x v100x4" in made
 
 
 LARGE = "dgx-h100 --servers {} --nic-bandwidth 400Gb/s"

@@ -47,6 +47,7 @@ def test_the_listed_cluster_of_up_to_64_gpus_agrees(seed: int) -> None:
     agree(random_mesh(seed, most=64))
 
 
+@pytest.mark.thorough
 def test_ten_thousand_gpus_are_verified_from_a_small_file() -> None:
     """Two axes share each NIC, so 1/rate is the sum of the times of both; 2,330 groups of 17 kinds."""
     many = topoplan.cluster_by_kind([Server("dgx-h100", count=1250)], nic_gbps=400)

@@ -109,7 +109,10 @@ def test_wrong_files_of_exchanges_are_refused() -> None:
     refuse_wrong_files(range(60), 500, exchange_of_torus)
 
 
-@pytest.mark.parametrize("name", ["torus:6@3", "torus:4,4@10", "torus:2,3", "torus:5,3,2@7"])
+@pytest.mark.parametrize(
+    "name",
+    ["torus:6@3", pytest.param("torus:4,4@10", marks=pytest.mark.thorough), "torus:2,3", "torus:5,3,2@7"],
+)
 def test_the_torus_of_a_name_is_the_listed_one(name: str) -> None:
     """The same links between the same ranks, and the same rate of both planners."""
     listed, made = topoplan.load(name), hosts(name).listed()

@@ -58,7 +58,7 @@ def pcie_only(name: str) -> Topology:
         ("dgx-h100", (40, 50), {"nic_gbps": 400, "nic_access": "direct"}, 400, 180),
         pytest.param("dgx-h100", (100, 125), {"nic_gbps": 400}, 384, 450, marks=pytest.mark.thorough),
         ("v100x4", (500,), {"nics": 4}, 50, None),
-        ("dgx-1v", (2, 3000), {"nics": 4}, 48, None),
+        pytest.param("dgx-1v", (2, 3000), {"nics": 4}, 48, None, marks=pytest.mark.thorough),
     ],
 )
 def test_a_broadcast_fills_all_ports_of_a_server(

@@ -194,7 +194,7 @@ def test_ranks_that_share_a_switch_take_the_time_of_the_cut_by_trees_of_two_edge
     ("count", "access", "blocks", "most"),
     [
         (3, "pcie", one_long, Fraction(41, 40)),
-        (3, "direct", one_long, Fraction(9, 8)),
+        pytest.param(3, "direct", one_long, Fraction(9, 8), marks=pytest.mark.thorough),
         pytest.param(4, "direct", one_long, Fraction(21, 20), marks=pytest.mark.thorough),
         pytest.param(4, "pcie", drawn, Fraction(1), marks=pytest.mark.thorough),
         pytest.param(8, "pcie", one_long, Fraction(1), marks=pytest.mark.thorough),
