@@ -56,7 +56,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
     """Mark what reads listings and the cases of sampled tests; make no items of cases that ``-m`` leaves out.
 
     Of sampled cases an eighth runs by default, another eighth is thorough, the rest slow. A test that is thorough
-    itself has an eighth that is thorough; the rest are slow.
+    itself has a sixteenth that is thorough; the rest are slow.
     """
     yield
     shared = {mark.name for mark in metafunc.definition.iter_markers()}
@@ -71,10 +71,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
         if "sampled" in marks and "slow" not in marks:
             place = number * SAMPLE % 1
             number += 1
-            if place >= SAMPLE:
-                more = "slow" if place >= SAMPLE * (1 if "thorough" in marks else 2) else "thorough"
-                case.marks.append(getattr(pytest.mark, more).mark)
-                marks.add(more)
+            if place >= SAMPLE * (0.5 if "thorough" in marks else 2):
+                case.marks.append(pytest.mark.slow.mark)
+                marks.add("slow")
+            elif place >= SAMPLE:
+                case.marks.append(pytest.mark.thorough.mark)
+                marks.add("thorough")
         if any(wanted.evaluate(partial(_has, some)) for some in (marks, marks | {"hypothesis"})):
             taken.append(case)
     # a test without cases would become an item without parameters

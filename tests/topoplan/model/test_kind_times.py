@@ -276,7 +276,7 @@ def templates_of(sample: ClusterSample, fabric: Fabric) -> Iterator[KindTemplate
         ((8,), 1, 2),
         ((15,), 4, 0),
         ((15,), 1, 4),
-        pytest.param((11,), 3, 2, marks=pytest.mark.thorough),
+        pytest.param((11,), 3, 2, marks=pytest.mark.slow),
         pytest.param((27,), 4, 2, marks=pytest.mark.thorough),
         pytest.param((9, 6), 2, 2, marks=pytest.mark.thorough),
         pytest.param((6, 6, 6), 2, 3, marks=pytest.mark.thorough),
@@ -352,6 +352,7 @@ def test_times_over_stated_latencies_and_pcie_are_those_of_the_list(
     agree(plan_by_kind(many, "all_reduce", channels=channels))
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(95, 230))
 def test_times_of_more_clusters_are_those_of_the_list(seed: int) -> None:

@@ -231,9 +231,11 @@ def test_boards_whose_nvlinks_are_all_dark_are_named(model: str, gpus: int, name
     assert found(replace(machine, devices=devices)) == ([says] if named else [])
 
 
-@pytest.mark.thorough
-def test_damages_are_found_named_and_costed() -> None:
-    made = cases(24, seed=4)
+@pytest.mark.parametrize(
+    "number", [pytest.param(8, marks=pytest.mark.thorough), pytest.param(24, marks=pytest.mark.slow)]
+)
+def test_damages_are_found_named_and_costed(number: int) -> None:
+    made = cases(number, seed=4)
     assert [case for case in made if not (case.found and case.named and case.costed)] == []
     assert {case.form for case in made} == {"JSON", "text"}
 

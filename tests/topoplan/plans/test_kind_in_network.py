@@ -141,11 +141,14 @@ def test_no_listed_plan_exceeds_the_bound(seed: int) -> None:
         assert plan.bound >= listed.rate * (1 - 1e-9)
 
 
-@pytest.mark.thorough
-def test_wrong_files_are_refused() -> None:
+@pytest.mark.parametrize(
+    "changes", [pytest.param(80, marks=pytest.mark.thorough), pytest.param(400, marks=pytest.mark.slow)]
+)
+def test_wrong_files_are_refused(changes: int) -> None:
     rng = random.Random(11)
     plans = [plan for seed in range(30) if (plan := plan_in_network(seed, most=24)) is not None]
-    assert refused_of_changed(plans, changed_switches, rng, 400, lambda read, _: steiner_bound(read)) > 100
+    refused = refused_of_changed(plans, changed_switches, rng, changes, lambda read, _: steiner_bound(read))
+    assert refused > changes // 4
 
 
 @pytest.mark.sampled
@@ -183,15 +186,17 @@ def test_a_server_is_entered_once_for_each_part_that_nvlink_connects() -> None:
     assert (plan.exact_rate(), plan.exact_bound()) == (100, 100)
 
 
-@pytest.mark.thorough
-def test_wrong_claims_are_refused() -> None:
-    plans = [plan for seed in range(60) if (plan := plan_in_network(seed, most=40)) is not None]
+@pytest.mark.parametrize(
+    "seeds", [pytest.param(12, marks=pytest.mark.thorough), pytest.param(60, marks=pytest.mark.slow)]
+)
+def test_wrong_claims_are_refused(seeds: int) -> None:
+    plans = [plan for seed in range(seeds) if (plan := plan_in_network(seed, most=40)) is not None]
     for plan in plans:
         for wrong in (1 - 1e-3, 1 + 1e-3):
             for claim in ({"rate": plan.rate * wrong}, {"bound": plan.bound * wrong}):
                 with pytest.raises(PlanError, match="claims"):
                     verify_by_kind(replace(plan, **claim))  # type: ignore[arg-type]
-    assert len(plans) > 30
+    assert len(plans) > seeds // 2
 
 
 def test_claims_without_the_switches_that_add_are_refused() -> None:

@@ -133,7 +133,7 @@ def refuse_wrong_files(seeds: range, changes: int) -> None:
 
 @pytest.mark.thorough
 def test_wrong_files_are_refused() -> None:
-    refuse_wrong_files(range(30), 200)
+    refuse_wrong_files(range(15), 60)
 
 
 @pytest.mark.slow

@@ -179,6 +179,11 @@ def test_neither_planner_exceeds_the_bound_of_the_other(seed: int) -> None:
 
 @pytest.mark.thorough
 def test_wrong_files_are_refused() -> None:
+    refuse_wrong_files(range(20), 100, plan_of_torus)
+
+
+@pytest.mark.slow
+def test_many_wrong_files_are_refused() -> None:
     refuse_wrong_files(range(60), 500, plan_of_torus)
 
 

@@ -79,11 +79,11 @@ def test_a_broadcast_fills_all_ports_of_a_server(
         pytest.param("v100x4", (3, 2), 4, marks=pytest.mark.thorough),
         pytest.param("dgx-1v", (2, 2), 4, marks=pytest.mark.thorough),
         pytest.param("v100x4", (3, 3), 4, marks=pytest.mark.thorough),
-        pytest.param("dgx-1v", (3, 2), 4, marks=pytest.mark.thorough),
-        pytest.param("dgx-h100", (3, 2), 8, marks=pytest.mark.thorough),
+        pytest.param("dgx-1v", (3, 2), 4, marks=pytest.mark.slow),
+        pytest.param("dgx-h100", (3, 2), 8, marks=pytest.mark.slow),
         pytest.param("dgx-h100", (2, 2), 8, marks=pytest.mark.thorough),
-        pytest.param("v100x4", (2, 2, 2), 6, marks=pytest.mark.thorough),
-        pytest.param("dgx-1v", (2, 2, 2), 6, marks=pytest.mark.thorough),
+        pytest.param("v100x4", (2, 2, 2), 6, marks=pytest.mark.slow),
+        pytest.param("dgx-1v", (2, 2, 2), 6, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("collective", ["broadcast", "reduce"])
