@@ -276,9 +276,9 @@ def templates_of(sample: ClusterSample, fabric: Fabric) -> Iterator[KindTemplate
         ((8,), 1, 2),
         ((15,), 4, 0),
         ((15,), 1, 4),
-        pytest.param((11,), 3, 2, marks=pytest.mark.slow),
+        pytest.param((11,), 3, 2, marks=pytest.mark.thorough),
         pytest.param((27,), 4, 2, marks=pytest.mark.thorough),
-        pytest.param((9, 6), 2, 2, marks=pytest.mark.thorough),
+        pytest.param((9, 6), 2, 2, marks=pytest.mark.slow),
         pytest.param((6, 6, 6), 2, 3, marks=pytest.mark.thorough),
     ],
 )

@@ -128,6 +128,11 @@ def test_the_listed_form_of_up_to_400_gpus_agrees(seed: int) -> None:
 
 @pytest.mark.thorough
 def test_wrong_files_are_refused() -> None:
+    refuse_wrong_files(range(20), 120, broadcast_of_servers)
+
+
+@pytest.mark.slow
+def test_many_wrong_files_are_refused() -> None:
     refuse_wrong_files(range(60), 600, broadcast_of_servers)
 
 
