@@ -31,7 +31,7 @@ TESTS = Path(__file__).parent / "tests"
 def pytest_collection() -> Iterator[None]:
     """Keep the garbage collector from walking thousands of items, which live as long as the session.
 
-    It also starts more rarely: by default it takes one fiftieth of the tests' time.
+    Afterwards it starts more rarely than by default, when it takes a fiftieth of the tests' time.
     """
     gc.disable()
     try:

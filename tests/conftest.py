@@ -53,7 +53,7 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
-    """Mark what reads listings and the cases of sampled tests; make no items of cases that ``-m`` leaves out.
+    """Mark the cases of sampled tests, and make no items of cases that ``-m`` leaves out: they are most of all cases.
 
     Of sampled cases an eighth runs by default, another eighth is thorough, the rest slow. A test that is thorough
     itself has a sixteenth that is thorough; the rest are slow.
@@ -92,6 +92,7 @@ def _has(marks: Collection[str], name: str, /, **_: object) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what reads listings."""
     for item in items:
         if {"machines_dir", "fabrics_dir"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.listings)
