@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,6 +71,24 @@ def refuse_wrong_files(seeds: range, changes: int, *makers: Callable[..., PlanBy
     plans = [plan for plan in drawn if plan is not None]
     refused = refused_of_changed(plans, changed_file, rng, changes, lambda _, listed: listed.exact_bound)
     assert refused > changes // 2
+
+
+@pytest.mark.parametrize(
+    ("edge", "where"),
+    [
+        (0, "cell 0 (remaining, leaf 0)"),
+        (3, "cell 0 (remaining, pod (0, 0))"),
+        (4, "cell 1 (remaining, pod (0, 0))"),
+    ],
+)
+def test_a_tree_that_leaves_out_servers_without_a_role_is_refused(edge: int, where: str) -> None:
+    """In the leaf of the root, and in those of the entries."""
+    kinds = [Server("v100x4", [0], count=6), Server("nvlink-x4", [0], count=3)]
+    many = cluster_by_kind(kinds, nic_gbps=100, network="fat-tree", leaf_size=3)
+    value = json.loads(plan_by_kind(many, "all_gather").to_json())
+    del value["templates"][0]["stages"][0]["edges"][edge]
+    with pytest.raises(PlanError, match=re.escape(f"reaches no server of {where}")):
+        verify_by_kind(PlanByKind.from_object(value))
 
 
 @pytest.mark.thorough
