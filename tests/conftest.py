@@ -7,12 +7,13 @@ import math
 import os
 import signal
 import sys
-from collections import Counter
-from collections.abc import Generator
+from collections.abc import Collection, Generator
+from functools import cache, partial
 from pathlib import Path
 
 import hypothesis
 import pytest
+from _pytest.mark.expression import Expression
 
 from tests.support.checkout import ROOT, Run
 from tests.support.fake_machine.fixtures import fake_here as fake_here
@@ -52,23 +53,49 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
     return (yield) + 1
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
+    """Mark the cases of sampled tests, and make no items of cases that ``-m`` leaves out: they are most of all cases.
+
+    Of sampled cases an eighth runs by default, another eighth is thorough, the rest slow. A test that is thorough
+    itself has a sixteenth that is thorough; the rest are slow.
+    """
+    yield
+    shared = {mark.name for mark in metafunc.definition.iter_markers()}
+    if {"machines_dir", "fabrics_dir"} & set(metafunc.fixturenames):
+        shared.add("listings")
+    # hypothesis marks its tests later
+    wanted = _expression(metafunc.config.option.markexpr or "slow or not slow")
+    taken = []
+    number = 0
+    for case in metafunc._calls:
+        marks = shared | {mark.name for mark in case.marks}
+        if "sampled" in marks and "slow" not in marks:
+            place = number * SAMPLE % 1
+            number += 1
+            if place >= SAMPLE * (0.5 if "thorough" in marks else 2):
+                case.marks.append(pytest.mark.slow.mark)
+                marks.add("slow")
+            elif place >= SAMPLE:
+                case.marks.append(pytest.mark.thorough.mark)
+                marks.add("thorough")
+        if any(wanted.evaluate(partial(_has, some)) for some in (marks, marks | {"hypothesis"})):
+            taken.append(case)
+    # a test without cases would become an item without parameters
+    metafunc._calls[:] = taken or metafunc._calls[:1]
+
+
+_expression = cache(Expression.compile)
+
+
+def _has(marks: Collection[str], name: str, /, **_: object) -> bool:
+    return name in marks
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what reads listings; of sampled cases an eighth runs by default, another eighth is thorough, the rest slow.
-
-    A test that is thorough itself has an eighth that is thorough; the rest are slow.
-    """
-    sampled: Counter[str] = Counter()
+    """Mark what reads listings."""
     for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
-            test = item.nodeid.split("[")[0]
-            place = sampled[test] * SAMPLE % 1
-            sampled[test] += 1
-            thorough = item.get_closest_marker("thorough") is not None
-            if place >= SAMPLE * (1 if thorough else 2):
-                item.add_marker(pytest.mark.slow)
-            elif place >= SAMPLE:
-                item.add_marker(pytest.mark.thorough)
         if {"machines_dir", "fabrics_dir"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.listings)
 

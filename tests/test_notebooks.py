@@ -30,8 +30,13 @@ OPEN = 'Open it with `pip install "topoplan[notebooks]"`, then `jupyter lab note
 LARGEST_FILE = 600_000
 SECONDS_PER_CELL = 300
 
-LONG = ("2-trees-against-rings", "6-which-job-goes-first")
-"""Notebooks that take 30 seconds and more."""
+LONG = (
+    "2-trees-against-rings",
+    "3-many-servers-three-phases",
+    "4-one-percent-of-a-gradient",
+    "6-which-job-goes-first",
+)
+"""Notebooks that run in make test-long; one of plans, one of training and one of figures run in make test-all."""
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 

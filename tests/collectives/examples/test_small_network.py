@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 
@@ -9,9 +11,11 @@ import topoplan
 from collectives import GradientSynchronizer, LocalSGD
 from collectives.examples.small_network import ENTRIES, Array, train, train_with
 
-pytest.importorskip(
-    "sklearn", reason='the digits are those of scikit-learn: pip install "topoplan[notebooks]"'
-)
+# importing it takes a second in each process of the tests
+if find_spec("sklearn") is None:
+    pytest.skip(
+        'the digits are those of scikit-learn: pip install "topoplan[notebooks]"', allow_module_level=True
+    )
 
 
 def by_numpy(gradients: list[Array]) -> list[Array]:

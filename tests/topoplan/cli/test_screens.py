@@ -38,7 +38,9 @@ CASES = [
         command.format(machine),
         verdict,
         id=f"{command.split()[0]} {name}",
-        marks=[pytest.mark.thorough] if name in slow.split(", ") else [],
+        marks=[pytest.mark.slow if name == "mi250" else pytest.mark.thorough]
+        if name in slow.split(", ")
+        else [],
     )
     for command, (verdict, slow) in COMMANDS.items()
     for name, machine in MACHINES.items()

@@ -44,7 +44,9 @@ def blocks(file: ExecutionPlanFile) -> int:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("collective", EVERY)
-@pytest.mark.parametrize("machine", ["dgx-1v", "dgx-2", "pcie-x8", "mi250"])
+@pytest.mark.parametrize(
+    "machine", ["dgx-1v", "dgx-2", "pcie-x8", pytest.param("mi250", marks=pytest.mark.thorough)]
+)
 def test_every_plan_of_the_library_runs_at_its_rate(machine: str, collective: str) -> None:
     """The postcondition holds in eight interleavings, and what is sent loads the links as the file's note says."""
     plan = topoplan.plan(machine, collective)

@@ -131,7 +131,11 @@ def test_fault_of_an_uplink_makes_its_leaf_a_class_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     "collective",
-    ["alltoall", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("allgather", "allreduce"))],
+    [
+        "alltoall",
+        pytest.param("allgather", marks=pytest.mark.thorough),
+        pytest.param("allreduce", marks=pytest.mark.slow),
+    ],
 )
 def test_groups_of_a_slow_or_missing_link_are_classes_of_their_own(collective: str) -> None:
     cluster = many(12, "dragonfly", global_gbps=80, nic_access="direct")

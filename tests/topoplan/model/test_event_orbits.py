@@ -98,6 +98,7 @@ def test_exchanges_between_equal_leaves_are_refused(network: str) -> None:
         EventOrbits(plan_of(servers, "alltoall", **options)).run(1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("which", ["nvswitch", "all"])
 @pytest.mark.parametrize("collective", ["allreduce", "broadcast"])
 def test_events_with_switches_that_add_are_those_of_the_list(which: str, collective: str) -> None:
@@ -226,6 +227,7 @@ def torus_plan(sides: tuple[int, ...], collective: str) -> PlanByKind:
     return topoplan.plan_by_kind(many, collective)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter", "alltoall"])
 @pytest.mark.parametrize("sides", [(5,), (3, 4)])
 def test_a_torus_has_the_events_of_the_list(sides: tuple[int, ...], collective: str) -> None:

@@ -187,6 +187,7 @@ def test_simulate_prints_the_times_with_a_late_rank(run: Run) -> None:
     assert run(*machine, "--late", "5=0.02", "--late", "5=0.01")[2].endswith("keep one of them\n")
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", [1, 2, 4, 10, 12, 24, 64, 80, 86, 91])
 def test_times_of_dragonflies_are_those_of_the_list(seed: int) -> None:
@@ -196,6 +197,7 @@ def test_times_of_dragonflies_are_those_of_the_list(seed: int) -> None:
     assert route_times(KindClock(plan).schedule, 3) == route_times(pipeline(dataflow(plan.listed())), 3)
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", [5, 17, 35, 41, 47])
 def test_times_of_paths_over_third_groups_are_those_of_the_list(seed: int) -> None:
@@ -276,7 +278,7 @@ def templates_of(sample: ClusterSample, fabric: Fabric) -> Iterator[KindTemplate
         ((15,), 1, 4),
         pytest.param((11,), 3, 2, marks=pytest.mark.thorough),
         pytest.param((27,), 4, 2, marks=pytest.mark.thorough),
-        pytest.param((9, 6), 2, 2, marks=pytest.mark.thorough),
+        pytest.param((9, 6), 2, 2, marks=pytest.mark.slow),
         pytest.param((6, 6, 6), 2, 3, marks=pytest.mark.thorough),
     ],
 )
@@ -350,6 +352,7 @@ def test_times_over_stated_latencies_and_pcie_are_those_of_the_list(
     agree(plan_by_kind(many, "all_reduce", channels=channels))
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(95, 230))
 def test_times_of_more_clusters_are_those_of_the_list(seed: int) -> None:

@@ -69,6 +69,7 @@ def test_times_up_to_256_gpus_are_those_of_the_list(seed: int) -> None:
     agree(plan_of_torus(seed, most=256) if seed % 4 else exchange_of_torus(seed, most=40), seed)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["torus:9@25", "torus:2,5", "torus:4,3,2@7"])
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_to_all"])
 def test_times_of_hosts_are_those_of_the_list(name: str, collective: str) -> None:

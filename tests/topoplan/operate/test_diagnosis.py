@@ -194,6 +194,7 @@ def test_only_gpus_that_lost_links_are_named(dead: set[int]) -> None:
         assert set(re.split(", |-", text.split(":")[0])) <= hurt
 
 
+@settings(max_examples=30)
 @given(st.lists(st.text(max_size=5) | st.text(max_size=3).map("warning: ".__add__)))
 def test_warnings_go_first_and_the_rest_keeps_its_order(notes: list[str]) -> None:
     every = warnings_first(notes)
@@ -230,9 +231,11 @@ def test_boards_whose_nvlinks_are_all_dark_are_named(model: str, gpus: int, name
     assert found(replace(machine, devices=devices)) == ([says] if named else [])
 
 
-@pytest.mark.thorough
-def test_damages_are_found_named_and_costed() -> None:
-    made = cases(24, seed=4)
+@pytest.mark.parametrize(
+    "number", [pytest.param(8, marks=pytest.mark.thorough), pytest.param(24, marks=pytest.mark.slow)]
+)
+def test_damages_are_found_named_and_costed(number: int) -> None:
+    made = cases(number, seed=4)
     assert [case for case in made if not (case.found and case.named and case.costed)] == []
     assert {case.form for case in made} == {"JSON", "text"}
 

@@ -134,6 +134,7 @@ def test_scattered_ranks_of_two_servers_are_gathered_as_well_as_by_any_order(see
     assert found.after.merit >= found.before.merit
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(4))
 def test_eight_hosts_in_a_tree_in_all_orders_of_ring_and_tree(seed: int) -> None:

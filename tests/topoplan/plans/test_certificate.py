@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 
 import networkx as nx
 import numpy as np
@@ -348,11 +349,16 @@ def test_the_sentence_gives_the_bound(name: str, collective: str) -> None:
                 assert stated_bound(explain_certificate(plan)) == pytest.approx(plan.bound, rel=2e-5)
 
 
+@cache
+def over_pcie(collective: str) -> Plan:
+    return topoplan.plan("v100x4", collective, channels="pcie")
+
+
 @given(st.data(), st.sampled_from(["broadcast", "reduce", "allgather", "reduce_scatter"]))
 @settings(max_examples=25, deadline=None)
 def test_the_shorter_side_of_a_cut_is_named(data: st.DataObject, collective: str) -> None:
     """The smaller side of any cut is named, and the stated capacity leaves or enters that side."""
-    plan = topoplan.plan("v100x4", collective, channels="pcie")
+    plan = over_pcie(collective)
     others = data.draw(st.sets(st.sampled_from(["gpu1", "gpu2", "pcie0", "pcie1", "cpu0"])))
     explained, bound = proved(plan, Cut(("gpu0", *sorted(others))))
     sentence = explain_certificate(explained)

@@ -141,11 +141,14 @@ def test_no_listed_plan_exceeds_the_bound(seed: int) -> None:
         assert plan.bound >= listed.rate * (1 - 1e-9)
 
 
-@pytest.mark.thorough
-def test_wrong_files_are_refused() -> None:
+@pytest.mark.parametrize(
+    "changes", [pytest.param(80, marks=pytest.mark.thorough), pytest.param(400, marks=pytest.mark.slow)]
+)
+def test_wrong_files_are_refused(changes: int) -> None:
     rng = random.Random(11)
     plans = [plan for seed in range(30) if (plan := plan_in_network(seed, most=24)) is not None]
-    assert refused_of_changed(plans, changed_switches, rng, 400, lambda read, _: steiner_bound(read)) > 100
+    refused = refused_of_changed(plans, changed_switches, rng, changes, lambda read, _: steiner_bound(read))
+    assert refused > changes // 4
 
 
 @pytest.mark.sampled
@@ -183,15 +186,17 @@ def test_a_server_is_entered_once_for_each_part_that_nvlink_connects() -> None:
     assert (plan.exact_rate(), plan.exact_bound()) == (100, 100)
 
 
-@pytest.mark.thorough
-def test_wrong_claims_are_refused() -> None:
-    plans = [plan for seed in range(60) if (plan := plan_in_network(seed, most=40)) is not None]
+@pytest.mark.parametrize(
+    "seeds", [pytest.param(12, marks=pytest.mark.thorough), pytest.param(60, marks=pytest.mark.slow)]
+)
+def test_wrong_claims_are_refused(seeds: int) -> None:
+    plans = [plan for seed in range(seeds) if (plan := plan_in_network(seed, most=40)) is not None]
     for plan in plans:
         for wrong in (1 - 1e-3, 1 + 1e-3):
             for claim in ({"rate": plan.rate * wrong}, {"bound": plan.bound * wrong}):
                 with pytest.raises(PlanError, match="claims"):
                     verify_by_kind(replace(plan, **claim))  # type: ignore[arg-type]
-    assert len(plans) > 30
+    assert len(plans) > seeds // 2
 
 
 def test_claims_without_the_switches_that_add_are_refused() -> None:
@@ -228,10 +233,10 @@ def test_networks_that_are_listed_only() -> None:
     groups = {"network": "dragonfly", "group_size": 2, "global_gbps": 100}
     pods = {"network": "fat-tree", "leaf_size": 2, "pod_size": 2}
     for network in (groups, pods):
-        assert plan_by_kind(servers(8, "nvswitch", **network), "all_reduce").gap == 0
+        plan = plan_by_kind(servers(8, "nvswitch", **network), "all_reduce")
+        assert plan.gap == 0
         with pytest.raises(InfeasibleError, match="are planned in a list only"):
             plan_by_kind(servers(8, "all", **network), "all_reduce")
-    plan = plan_by_kind(servers(8, "nvswitch", **pods), "all_reduce")
     with pytest.raises(PlanError, match="are planned in a list only"):
         verify_by_kind(replace(plan, cluster=replace(plan.cluster, in_network=True)))
 
@@ -258,7 +263,9 @@ def test_meshes_are_left_to_the_list() -> None:
     (8, {}),
     (2, {"network": "dragonfly", "group_size": 2, "global_gbps": 100}),
     (2, {"network": "fat-tree", "leaf_size": 2, "pod_size": 2}),
-    (8, {"network": "torus", "sides": [2, 2], "dimension_nics": [1, 1], "nics": 4}),
+    pytest.param(
+        8, {"network": "torus", "sides": [2, 2], "dimension_nics": [1, 1], "nics": 4}, marks=pytest.mark.thorough
+    ),
 ])  # fmt: skip
 def test_an_exchange_passes_such_switches_as_any(gpus: int, network: dict[str, Any]) -> None:
     plan, plain = (

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ def test_the_listed_cluster_of_up_to_64_gpus_agrees(seed: int) -> None:
     agree(random_mesh(seed, most=64))
 
 
+@pytest.mark.thorough
 def test_ten_thousand_gpus_are_verified_from_a_small_file() -> None:
     """Two axes share each NIC, so 1/rate is the sum of the times of both; 2,330 groups of 17 kinds."""
     many = topoplan.cluster_by_kind([Server("dgx-h100", count=1250)], nic_gbps=400)
@@ -57,6 +59,14 @@ def test_ten_thousand_gpus_are_verified_from_a_small_file() -> None:
         found.exact_rate == found.exact_bound == 1 / (Fraction(2 * 9, 10 * 48) + Fraction(2 * 124, 125 * 48))
     )
     assert [one.trees for one in found.groups] == [*[10] * 8, *[125] * 8, 8]
+
+
+@cache
+def mesh_file() -> str:
+    hosts = [Server("nvlink-x4", count=6, nics=2)]
+    network: dict[str, Any] = {"network": "fat-tree", "leaf_size": 2, "oversubscription": 4}
+    many = topoplan.cluster_by_kind(hosts, nic_gbps=100, nic_access="direct", **network)
+    return plan_mesh_by_kind(many, {"dp": 6, "tp": 4}).to_json()
 
 
 @pytest.mark.parametrize(
@@ -94,10 +104,7 @@ def test_ten_thousand_gpus_are_verified_from_a_small_file() -> None:
     ],
 )
 def test_a_wrong_file_is_named(change: Callable[[dict[str, Any]], object], told: str) -> None:
-    hosts = [Server("nvlink-x4", count=6, nics=2)]
-    network: dict[str, Any] = {"network": "fat-tree", "leaf_size": 2, "oversubscription": 4}
-    many = topoplan.cluster_by_kind(hosts, nic_gbps=100, nic_access="direct", **network)
-    value = json.loads(plan_mesh_by_kind(many, {"dp": 6, "tp": 4}).to_json())
+    value = json.loads(mesh_file())
     change(value)
     with pytest.raises(PlanError, match=told):
         verify_kind_mesh(MeshByKind.from_object(value))
@@ -126,7 +133,7 @@ def refuse_wrong_files(seeds: range, changes: int) -> None:
 
 @pytest.mark.thorough
 def test_wrong_files_are_refused() -> None:
-    refuse_wrong_files(range(30), 200)
+    refuse_wrong_files(range(15), 60)
 
 
 @pytest.mark.slow

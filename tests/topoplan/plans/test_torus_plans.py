@@ -109,7 +109,10 @@ def test_wrong_files_of_exchanges_are_refused() -> None:
     refuse_wrong_files(range(60), 500, exchange_of_torus)
 
 
-@pytest.mark.parametrize("name", ["torus:6@3", "torus:4,4@10", "torus:2,3", "torus:5,3,2@7"])
+@pytest.mark.parametrize(
+    "name",
+    ["torus:6@3", pytest.param("torus:4,4@10", marks=pytest.mark.thorough), "torus:2,3", "torus:5,3,2@7"],
+)
 def test_the_torus_of_a_name_is_the_listed_one(name: str) -> None:
     """The same links between the same ranks, and the same rate of both planners."""
     listed, made = topoplan.load(name), hosts(name).listed()
@@ -130,7 +133,10 @@ def test_the_torus_of_a_name_is_the_listed_one(name: str) -> None:
     [
         # 8 NICs of 48 GB/s, all of which fill: 384 N / (2 (N - 1)).
         ("dgx-h100", (100, 125), {"nic_gbps": 400}, Fraction(384 * 12_500, 2 * 12_499)),
-        ("dgx-h100", (25, 20, 25), {"nic_gbps": 400, "nics": 6}, Fraction(288 * 12_500, 2 * 12_499)),
+        pytest.param(
+            "dgx-h100", (25, 20, 25), {"nic_gbps": 400, "nics": 6}, Fraction(288 * 12_500, 2 * 12_499),
+            marks=pytest.mark.thorough,
+        ),
         # One NIC in the dimension of 500, three in that of 25.
         ("dgx-a100", (25, 500), {"nic_gbps": 200, "dimension_nics": (3, 1)}, Fraction(192 * 12_500, 2 * 12_499)),
         # 500 rings of 3 servers are joined by the slow dimension alone: 3 x 48 GB/s lead into each.
@@ -162,7 +168,7 @@ def test_the_listed_form_of_up_to_256_gpus_agrees(seed: int) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(55), pytest.param(55, marks=pytest.mark.slow), *range(56, 60)])
 def test_neither_planner_exceeds_the_bound_of_the_other(seed: int) -> None:
     plan = plan_of_torus(seed, most=18)
     if plan is not None:
@@ -173,6 +179,11 @@ def test_neither_planner_exceeds_the_bound_of_the_other(seed: int) -> None:
 
 @pytest.mark.thorough
 def test_wrong_files_are_refused() -> None:
+    refuse_wrong_files(range(20), 100, plan_of_torus)
+
+
+@pytest.mark.slow
+def test_many_wrong_files_are_refused() -> None:
     refuse_wrong_files(range(60), 500, plan_of_torus)
 
 

@@ -56,9 +56,9 @@ def pcie_only(name: str) -> Topology:
     ("machine", "sides", "options", "rate", "height"),
     [
         ("dgx-h100", (40, 50), {"nic_gbps": 400, "nic_access": "direct"}, 400, 180),
-        ("dgx-h100", (100, 125), {"nic_gbps": 400}, 384, 450),
+        pytest.param("dgx-h100", (100, 125), {"nic_gbps": 400}, 384, 450, marks=pytest.mark.thorough),
         ("v100x4", (500,), {"nics": 4}, 50, None),
-        ("dgx-1v", (2, 3000), {"nics": 4}, 48, None),
+        pytest.param("dgx-1v", (2, 3000), {"nics": 4}, 48, None, marks=pytest.mark.thorough),
     ],
 )
 def test_a_broadcast_fills_all_ports_of_a_server(
@@ -79,11 +79,11 @@ def test_a_broadcast_fills_all_ports_of_a_server(
         pytest.param("v100x4", (3, 2), 4, marks=pytest.mark.thorough),
         pytest.param("dgx-1v", (2, 2), 4, marks=pytest.mark.thorough),
         pytest.param("v100x4", (3, 3), 4, marks=pytest.mark.thorough),
-        pytest.param("dgx-1v", (3, 2), 4, marks=pytest.mark.thorough),
-        pytest.param("dgx-h100", (3, 2), 8, marks=pytest.mark.thorough),
+        pytest.param("dgx-1v", (3, 2), 4, marks=pytest.mark.slow),
+        pytest.param("dgx-h100", (3, 2), 8, marks=pytest.mark.slow),
         pytest.param("dgx-h100", (2, 2), 8, marks=pytest.mark.thorough),
-        pytest.param("v100x4", (2, 2, 2), 6, marks=pytest.mark.thorough),
-        pytest.param("dgx-1v", (2, 2, 2), 6, marks=pytest.mark.thorough),
+        pytest.param("v100x4", (2, 2, 2), 6, marks=pytest.mark.slow),
+        pytest.param("dgx-1v", (2, 2, 2), 6, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("collective", ["broadcast", "reduce"])
@@ -128,6 +128,11 @@ def test_the_listed_form_of_up_to_400_gpus_agrees(seed: int) -> None:
 
 @pytest.mark.thorough
 def test_wrong_files_are_refused() -> None:
+    refuse_wrong_files(range(20), 120, broadcast_of_servers)
+
+
+@pytest.mark.slow
+def test_many_wrong_files_are_refused() -> None:
     refuse_wrong_files(range(60), 600, broadcast_of_servers)
 
 

@@ -75,7 +75,7 @@ def test_a_broadcast_fills_all_ports_of_the_root(name: str, ports: int, height: 
         ("torus:50,40", (12.5, 12.25), Fraction(99, 2)),
     ],
 )
-@pytest.mark.parametrize("collective", ["broadcast", "reduce"])
+@pytest.mark.parametrize("collective", ["broadcast", pytest.param("reduce", marks=pytest.mark.thorough)])
 def test_ports_that_differ_reach_the_narrowest_line(
     name: str, rates: tuple[float, ...], rate: int | Fraction, collective: str
 ) -> None:
@@ -112,6 +112,7 @@ def test_the_listed_form_of_up_to_400_hosts_agrees(seed: int) -> None:
     agree(broadcast_of_hosts(seed, most=400))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["torus:2,3", "torus:5", "torus:4,4@10", "torus:3,2,3"])
 @pytest.mark.parametrize("collective", ["broadcast", "reduce"])
 def test_the_rate_is_that_of_the_listed_planner(name: str, collective: str) -> None:

@@ -58,7 +58,7 @@ def test_damaged_outputs_leave_no_traceback(reader: Reader, number: int) -> None
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("reader", explained_logs(), ids=lambda reader: reader.name)
-@pytest.mark.parametrize("number", [10, pytest.param(200, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("number", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_damaged_logs_are_explained_or_refused(reader: Reader, number: int) -> None:
     """`explain` takes whatever the parser of a log has accepted."""
     assert outcome(reader, range(number)).tracebacks == {}

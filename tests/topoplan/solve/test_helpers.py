@@ -236,7 +236,7 @@ def test_the_command_line_names_helpers(run: Run, tmp_path: Path) -> None:
     [
         ((0, 1, 4, 6), 25, Fraction(350, 3)),
         ((1, 4, 5, 7), 50, Fraction(325, 3)),
-        ((4, 0, 1, 2, 3), 50, 93.75),
+        pytest.param((4, 0, 1, 2, 3), 50, 93.75, marks=pytest.mark.thorough),
     ],
 )
 def test_idle_gpus_relay(gpus: tuple[int, ...], alone: float, relayed: Fraction) -> None:
