@@ -159,12 +159,13 @@ def _rows(text: str, spoken: NcclLog | None) -> dict[_Key, tuple[LoggedRow, str]
 
 def _test_by_columns(run: PerfRun, ranks: int) -> str:
     """Return the collectives that the columns of a run without a name fit; empty if its ranks are not known."""
-    names = [
+    if ranks < 2:
+        return ""
+    return " or ".join(
         name
         for name, test in TESTS.items()
         if columns_fit(run.rows, test) and all(fits_factor(row.timing, name, ranks) for row in run.rows)
-    ]
-    return " or ".join(names) if ranks > 1 else ""
+    )
 
 
 def _choice(spoken: NcclLog | None, test: str, size: int) -> str:
