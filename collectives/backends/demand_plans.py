@@ -77,8 +77,8 @@ def demand_of(rows: Counts) -> DemandMatrix | None:
     """Return the demand that is planned for some rows; None if the plan of equal blocks is meant.
 
     >>> demand_of(((9, 80, 3), (41, 0, 0), (75, 1, 0)))
-    ((1, 4096, 156), (2112, 1, 0), (3840, 52, 1))
-    >>> demand_of(((0, 50), (49, 7))), demand_of(((3, 0), (0, 4))), demand_of(())
+    ((1, 1024, 39), (528, 1, 0), (960, 13, 1))
+    >>> demand_of(((0, 100), (99, 7))), demand_of(((3, 0), (0, 4))), demand_of(())
     (None, None, None)
     """
     size = len(rows)
@@ -146,7 +146,7 @@ def serving_plan(known: Sequence[PlanKey], rows: Counts) -> Plan | None:
 
     >>> import topoplan
     >>> plan = topoplan.plan("v100x4", "alltoall")
-    >>> near, far = ((0, 9, 8, 8), *((8, 8, 8, 8),) * 3), ((0, 9, 0, 0), *((0, 0, 0, 0),) * 3)
+    >>> near, far = ((0, 33, 32, 32), *((32,) * 4,) * 3), ((0, 9, 0, 0), *((0, 0, 0, 0),) * 3)
     >>> [serving_plan([PlanKey(plan.digest, plan)], rows) is plan for rows in (near, far)]
     [True, False]
     """

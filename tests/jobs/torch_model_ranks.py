@@ -373,7 +373,9 @@ def estimates_of_ef21_follow_gradients_that_become_zero() -> None:
 @scenario(2)
 def a_hook_on_anything_but_one_ddp_model_is_one_clear_error() -> None:
     """One state for two models or twice, and the hook on FSDP and on the Python reducer."""
-    another = "^this HookState counts the steps of one model and is registered with another"
+    another = (
+        "^this HookState counts the steps of one model, and a first bucket is not of it; make a HookState"
+    )
     for at_once in (False, True):
         models = [DistributedDataParallel(Small(), bucket_cap_mb=0.0001) for _ in range(2)]
         state = HookState()

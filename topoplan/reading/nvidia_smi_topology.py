@@ -238,9 +238,7 @@ def parse_nvidia_smi(
 
     if [int(gpu[3:]) for gpu in matrix.gpus] != list(range(len(matrix.gpus))):
         numbers = ", ".join(f"{number} is {gpu}" for number, gpu in enumerate(matrix.gpus))
-        notes.insert(
-            0, warning(f"the matrix leaves GPUs out; --gpus and answers number these from 0: {numbers}")
-        )
+        notes.insert(0, f"the matrix leaves GPUs out; --gpus and answers number these from 0: {numbers}")
 
     def assume(channel: str, text: str) -> None:
         notes.append(Note(text, "assumed", (channel,)))
