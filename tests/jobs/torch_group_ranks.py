@@ -49,6 +49,32 @@ def check_usable() -> None:
 
 
 @scenario(3)
+def a_rank_without_memory_beneath_ends_its_group_alone() -> None:
+    """The others wait in gloo, for minutes, unless they look whether it has left."""
+    rank = dist.get_rank()
+    group: Any = dist.new_group([0, 1, 2])
+    dist.all_reduce(torch.ones(2), group=group)
+    planned = ProcessGroupTopoplan.of(group)
+    assert planned is not None
+
+    def lacking(*_: object) -> Any:
+        raise MemoryError("no memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(
+                planned, "inner", SimpleNamespace(allreduce=lacking, rank=lambda: 1, size=lambda: 3)
+            )
+        with pytest.raises((MemoryError, BackendError), match="no memory"):
+            dist.all_reduce(torch.ones(2, dtype=torch.int64), op=dist.ReduceOp.BAND, group=group)
+    with pytest.raises(
+        BackendError, match=r"rank 1 left a collective: MemoryError: no memory|failed in an earlier"
+    ):
+        dist.all_reduce(torch.ones(2), group=group)
+    check_usable()
+
+
+@scenario(3)
 def collectives_without_a_plan_take_columns_of_a_matrix() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
 
@@ -484,32 +510,6 @@ def remaining_ranks_shrink_the_group() -> None:
         assert planned.members == (0, 2)
         path.touch()
         dist.destroy_process_group(group)
-    check_usable()
-
-
-@scenario(3)
-def a_rank_without_memory_beneath_ends_its_group_alone() -> None:
-    """The others wait in gloo, for minutes, unless they look whether it has left."""
-    rank = dist.get_rank()
-    group: Any = dist.new_group([0, 1, 2])
-    dist.all_reduce(torch.ones(2), group=group)
-    planned = ProcessGroupTopoplan.of(group)
-    assert planned is not None
-
-    def lacking(*_: object) -> Any:
-        raise MemoryError("no memory")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(
-                planned, "inner", SimpleNamespace(allreduce=lacking, rank=lambda: 1, size=lambda: 3)
-            )
-        with pytest.raises((MemoryError, BackendError), match="no memory"):
-            dist.all_reduce(torch.ones(2, dtype=torch.int64), op=dist.ReduceOp.BAND, group=group)
-    with pytest.raises(
-        BackendError, match=r"rank 1 left a collective: MemoryError: no memory|failed in an earlier"
-    ):
-        dist.all_reduce(torch.ones(2), group=group)
     check_usable()
 
 
