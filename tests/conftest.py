@@ -57,7 +57,7 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
     """Mark the cases of sampled tests, and make no items of cases that ``-m`` leaves out: they are most of all cases.
 
-    Of sampled cases an eighth runs by default, another eighth is thorough, the rest slow. A test that is thorough
+    An eighth of sampled cases runs by default, another eighth is thorough, the rest slow. A test that is thorough
     itself has a sixteenth that is thorough; the rest are slow.
     """
     yield

@@ -200,6 +200,8 @@ def _checked_counts(row: Any, size: int, rank: int, name: str) -> tuple[int, ...
 def check_counts(sent: Counts, received: Sequence[Sequence[int] | None], *, unit: str = "elements") -> None:
     """Raise `UsageError`, the same on all ranks, if a rank sends another number than its peer expects.
 
+    `sent` has the counts of all ranks, `received` the counts that they expect, or None.
+
     >>> check_counts(((1, 2), (3, 0)), ((1, 3), (1, 0)))
     Traceback (most recent call last):
     ...

@@ -152,7 +152,9 @@ def descend(
 
 
 def violations(weights: Floats, slope: Floats, penalty: float) -> Floats:
-    """Return each weight's violation of the optimum: |G| <= penalty at zero, else G = -penalty sign(w)."""
+    """Return each weight's violation of the conditions of the optimum: |G| <= penalty at zero, else G = -penalty
+    sign(w).
+    """
     at_zero = np.maximum(np.abs(slope) - penalty, 0)
     found: Floats = np.where(weights == 0, at_zero, np.abs(slope + penalty * np.sign(weights)))
     return found

@@ -194,7 +194,15 @@ class RandomCollective:
 def draw_round(
     seed: int, number: int, present: Sequence[int], *, ranks: int, own: str, largest: int
 ) -> list[RandomCollective]:
-    """Draw the collectives of a round, which are begun at once."""
+    """Draw the collectives of a round, which are begun at once.
+
+    ``present`` are the original ranks of the present ranks, ``ranks`` is their number at the beginning, ``own`` the
+    plan's collective. A rank gives at most ``largest`` bytes, or one element for each rank.
+
+    >>> about = {"ranks": 4, "own": "allreduce", "largest": 1 << 20}
+    >>> draw_round(1, 6, (0, 1, 2, 3), **about) == draw_round(1, 6, (0, 1, 3), **about)
+    True
+    """
     draw = np.random.default_rng([seed, number])
     roots = [int(rank) for rank in draw.permutation(ranks) if rank in present]
     divide = math.lcm(*range(1, ranks + 1)) <= LONGEST_UNIT

@@ -269,7 +269,9 @@ class _ChaosJob:
             self._hang(self._late())
 
     def inject(self, what: ChaosFault) -> None:
-        """Let ranks work for a while, inject a fault, and wait until survivors have a result; else _JobBroken."""
+        """Let the ranks work for a while, inject a fault, and wait until the survivors have a result; else
+        _JobBroken.
+        """
         self._listen(what.wait)
         self._compare_speeds(what)
         self._what, self._tally = what, self._outcome.tallies.setdefault(what.kind, FaultTally())

@@ -78,7 +78,9 @@ class PeerAccess:
         return {(gpu, peer), (peer, gpu)} <= self._allowed
 
     def on(self, pairs: Sequence[GpuPair]) -> None:
-        """Enable access from the first to the second GPU of each pair; errors name the pair."""
+        """Enable access from the first to the second GPU of each pair; ProbeError, which names the pair, or
+        TooManyPeersError.
+        """
         runtime = self._cupy.cuda.runtime
         for gpu, peer in pairs:
             if (gpu, peer) in self._on:

@@ -62,7 +62,20 @@ class RankEnvironment:
 def read_rank_environment(
     environment: Mapping[str, str], backend: str, *, timeout: float = 30.0
 ) -> RankEnvironment:
-    """Return the rank of a process with these variables; `backend` is named in messages."""
+    """Return the rank of a process with these variables; `backend` is named in messages.
+
+    Raises
+    ------
+    UsageError
+        Variables are missing, or one is not a number.
+    BackendError
+        A store of torch listens at ``MASTER_PORT``, and rank 0 has put no port there within `timeout` seconds.
+
+    Examples
+    --------
+    >>> read_rank_environment({"RANK": "1", "WORLD_SIZE": "4", "TOPOPLAN_RENDEZVOUS": "unix:/tmp/here"}, "tcp")
+    RankEnvironment(rank=1, size=4, rendezvous='unix:/tmp/here')
+    """
     missing = [name for name in ("RANK", "WORLD_SIZE") if not environment.get(name)]
     if not environment.get("TOPOPLAN_RENDEZVOUS"):
         absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]

@@ -72,7 +72,8 @@ class PeerWatchdog:
         self._births = {rank: _start_time(pid) for rank, pid in enumerate(placement.pids) if pid}
 
     def see_deaths(self) -> bool:
-        """Start a thread that raises the alarm when a process of this host ends; whether the system supports it.
+        """Start a thread that raises the alarm when a process of this host ends; whether the system supports it for
+        each.
 
         The thread sleeps until then, or until `close`.
         """

@@ -185,7 +185,11 @@ class SlowLinkDetector:
         return min(slow, default=None)
 
     def judge(self, measured: Sequence[RankMeasurements], first: int) -> list[str]:
-        """Judge the measurements of all ranks, in order of rank, from the collective of number `first` on."""
+        """Judge the measurements of all ranks, in order of rank; `first` is the number of the first collective of
+        them.
+
+        Returns the news about links that have become slow or have recovered; `believed` has changed if there are any.
+        """
         self._judge_ranks([one.seconds for one in measured], first)
         carried = [one for rank in measured for one in rank.carried]
         medians = _median_shares(carried)

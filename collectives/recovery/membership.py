@@ -210,7 +210,12 @@ class CommunicatorMembers:
         *,
         prepared: int = 0,
     ) -> Any:
-        """Run a collective, again if a rank fails, and hand the result over when all ranks have theirs."""
+        """Run a collective into private memory, again if a rank fails, and hand the result over when all ranks have
+        theirs.
+
+        `root` is an original rank; `seats` are the original ranks of the members at the call. `prepared` is the number
+        of a prepared call.
+        """
         failure: BackendError | None = None
         while True:
             execution, membership = self.present

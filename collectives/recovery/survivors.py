@@ -173,6 +173,15 @@ def changed_topology(given: Plans, change: PlanChange) -> Topology:
 def replan_for_change(given: Plans, change: PlanChange) -> Plans:
     """Return the plan of a changed machine, made as the given plan was, or the one that was planned ahead.
 
+    Raises
+    ------
+    UsageError
+        A rank or wire does not exist, or no rank remains.
+    InfeasibleError
+        No channel joins the remaining ranks.
+
+    Examples
+    --------
     >>> import topoplan
     >>> four = topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7])
     >>> replan_for_change(four, PlanChange.of([1])).ranks

@@ -369,7 +369,12 @@ def unpack_indices(packed: NDArray[np.uint8], *, expected_universe: int | None =
 
 
 def packed_bytes_at_most(count: int, universe: int) -> int:
-    """Return the most bytes of `pack_indices` for any `count` indices below `universe`."""
+    """Return the most bytes of `pack_indices` for any `count` indices below `universe`; UsageError if those do not
+    exist.
+
+    >>> packed_bytes_at_most(10_000, 1_000_000)
+    11944
+    """
     _check_size(count, universe)
     return HEADER.size + 8 * -(-bits_at_most(count, universe) // 64)
 

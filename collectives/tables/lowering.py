@@ -266,7 +266,8 @@ def check_lengths(count: int, chunk_elements: int, *, ranks: int, blocks: int) -
 
 @lru_cache(maxsize=64)
 def lower_to(key: PlanKey, borders: tuple[int, ...], chunk_elements: int) -> TransferTable:
-    """Return the transfer table of a plan whose shard s ends at ``borders[s]`` instead of at its share.
+    """Return the transfer table of a plan with other lengths of shards than their shares: shard s ends at
+    ``borders[s]``.
 
     ``borders`` ascend to the number of elements; chunks start on multiples of `ALIGNMENT` only if the borders are. The
     last 64 tables are cached.
@@ -309,7 +310,19 @@ def rank_shares(key: PlanKey) -> dict[int, tuple[Fraction, ...]]:
 
 @lru_cache(maxsize=64)
 def lower_uneven(key: PlanKey, blocks: UnevenBlocks | RankBlocks, chunk_elements: int) -> TransferTable:
-    """Return the transfer table of an all-to-all, allgather or reduce-scatter with other blocks than planned."""
+    """Return the transfer table of the plan of an all-to-all, allgather or reduce-scatter with blocks of other lengths
+    than planned.
+
+    Paths and trees share the elements of their block as those of its plan, with borders on multiples of `ALIGNMENT`
+    elements from its start. A block without a path has no elements. Blocks of ranks may be moved by the plan
+    of a broadcast or reduce if one alone has elements. The last 64 tables are cached.
+
+    >>> import topoplan
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "alltoall", gpus=[4, 7])
+    >>> table = lower_uneven(PlanKey(plan.digest, plan), UnevenBlocks(((3, 20), (0, 5))), 16)
+    >>> list(zip(table.source.tolist(), table.start.tolist(), table.stop.tolist()))
+    [(0, 3, 19), (0, 19, 23)]
+    """
     pieces: Iterable[tuple[int, tuple[Fraction, ...], int]]
     if isinstance(blocks, RankBlocks):
         owned = rank_shares(key)

@@ -190,7 +190,12 @@ LIMITS = {"float16": 65520.0, BFLOAT16: float.fromhex("0x1.ffp127")}
 
 
 def reduction(op: str, dtype: np.dtype[np.generic]) -> np.ufunc:
-    """Return the numpy function of a reduction (sum, prod, min, max or avg); UsageError if the dtype has none."""
+    """Return the numpy function of a reduction (sum, prod, min, max or avg); UsageError if it is not defined for the
+    dtype.
+
+    >>> reduction("sum", np.dtype("float32"))
+    <ufunc 'add'>
+    """
     if not isinstance(op, str) or op not in OPERATORS:
         raise UsageError(f"reduction {op!r} is unknown; use one of {', '.join(sorted(OPERATORS))}")
     if dtype.kind == "b" and op not in ("min", "max"):

@@ -289,7 +289,9 @@ class TorchStreamEnd(StreamEnd):
 def _run_behind(
     event: torch.cuda.Event, stream: torch.cuda.Stream, user: torch.cuda.Stream | None
 ) -> Iterator[TorchStreamEnd]:
-    """Run the body in a stream behind an event, and another stream behind it unless it raises."""
+    """Run the body in a stream behind an event, and another stream behind it; not after an error, when the stream may
+    never end.
+    """
     end = TorchStreamEnd()
     with torch.cuda.stream(stream):
         stream.wait_event(event)
@@ -334,7 +336,9 @@ def gpu_device(gpu: int) -> torch.device:
 
 
 def check_cupy(purpose: str) -> Any:
-    """Return the CuPy for torch's CUDA; else UsageError, which begins with ``purpose``."""
+    """Return the CuPy for torch's CUDA; UsageError, which begins with ``purpose``, if it is missing or for another
+    CUDA.
+    """
     major = (torch.version.cuda or "12").split(".")[0]
     remedy = f'pip install "topoplan[cuda{major}]"'
     if find_spec("cupy") is None:

@@ -35,9 +35,7 @@ from collectives.torch.sparse_rows import NARROW, average_rows, sparse_rows
 from collectives.training.averaging import InStepAverager
 from collectives.training.buckets import DataPresence, error_in_bucket
 from collectives.training.checkpoint_state import BucketPart, describe_state, real_shape, warn_of_unused_state
-from collectives.training.common_rows import CommonRows
-from collectives.training.gradient_filters import Cast, Threshold
-from collectives.training.low_rank import LowRank
+from collectives.training.gradient_filters import Cast
 from collectives.training.report import Recorder
 from topoplan.errors import TopoplanError
 
@@ -189,9 +187,8 @@ class DdpBucketExchange:
         continued = self._continued
         dense = [(one, layout) for one, layout in layouts if not one.buffer().is_sparse]
         if continued is not None and tuple(layout.numbers for _, layout in dense) != continued[0]:
-            continued = self._continued = (
-                None  # DDP has arranged them anew, that of a static graph in its third step
-            )
+            # DDP has rearranged them, those of a static graph in its third step
+            continued = self._continued = None
         if not self._whole and continued is None:
             return list(kept)
         places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -292,11 +289,7 @@ class DdpBucketExchange:
         top_k = averager.settings.top_k
         by_layer = top_k is not None and top_k.per == "layer"
         parts = _parts_of(layout, bucket) if averager.filters or by_layer else None
-        waiting: frozenset[str] = frozenset()
-        if isinstance(averager.settings.compression, Threshold | LowRank | CommonRows):
-            waiting = frozenset(f"parameter {number}" for number in self._idle(layout, buffer))
-        if parts is not None and isinstance(averager.settings.compression, Threshold):
-            parts = tuple(one for one in parts if one.name not in waiting)
+        unused = self._idle(layout, buffer) if averager.keeps_residuals else []
         return given, averager.start(
             layout.key,
             given,
@@ -305,7 +298,7 @@ class DdpBucketExchange:
             parts=parts,
             async_op=async_op,
             rounded_from=rounded_from,
-            idle=waiting,
+            idle=frozenset(f"parameter {number}" for number in unused),
         )
 
     def _begin_rows(
@@ -370,7 +363,7 @@ class DdpBucketExchange:
         return [[list(numbers) for numbers in buckets] for buckets in (self._first, self._last)]
 
     def continue_buckets(self, saved: Sequence[Sequence[Sequence[int]]] | None) -> None:
-        """Exchange the next steps in the buckets of a saved run, `bucket_numbers`, until DDP arranges its own anew.
+        """Exchange the next steps in the buckets of a saved run, `bucket_numbers`, until DDP rearranges its own.
 
         None stands for those of DDP. All ranks must give the same.
         """

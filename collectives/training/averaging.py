@@ -116,6 +116,11 @@ class Averager(ABC):
         """Whether state is kept by parameter, which `start` must know."""
         return False
 
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether a filter has residuals by parameter, which wait in a step without a gradient."""
+        return False
+
     def filter_state(self) -> dict[str, Any]:
         """Return copies of the filter's state on this process's ranks; ``filter`` names its settings."""
         return dict(EMPTY_STATE)
@@ -358,6 +363,10 @@ class InStepAverager(Averager):
     @property
     def filters(self) -> bool:
         return self._memory is not None or self._filter is not None
+
+    @property
+    def keeps_residuals(self) -> bool:
+        return self._memory is not None
 
     def filter_state(self) -> dict[str, Any]:
         kept = super().filter_state() if self._memory is None else self._memory.state()

@@ -331,6 +331,8 @@ def send_to_joining_ranks(
 def choose_sender(messages: Mapping[int, Sequence[Any]]) -> tuple[int, list[int]]:
     """Return the rank that sends the state, and the ranks with another signature; `messages` has both by rank.
 
+    Raises `BackendError` if no rank has the state.
+
     >>> choose_sender({0: (False, "a"), 1: (True, "a"), 3: (False, "b")})
     (1, [3])
     """

@@ -44,7 +44,13 @@ GivenScale = float | Callable[[], float] | HasScale
 
 
 class LossScale:
-    """Factor of the gradients of a step: a number, a function, or an object with ``get_scale()``; 1 by default."""
+    """Factor of the gradients of a step: a number, a function, or an object with ``get_scale()``; 1 by default.
+
+    `given` says whether there is one. Raises `UsageError` for anything else.
+
+    >>> LossScale()(), LossScale(1024)(), LossScale(lambda: 2.0)()
+    (1.0, 1024.0, 2.0)
+    """
 
     def __init__(self, given: GivenScale | None = None) -> None:
         self.use(given)
@@ -58,7 +64,10 @@ class LossScale:
         self._found = 1.0 if found is None else found
 
     def __call__(self) -> float:
-        """Return the scale of the present step."""
+        """Return the scale of the present step.
+
+        Raises `UsageError` if the function raises, or returns a number that is not above 0 and finite.
+        """
         if not callable(self._found):
             return self._checked(self._found)
         try:
@@ -373,7 +382,13 @@ def current_options(
     sync: Mode | str | None = None,
     fault_tolerance: Shrink | None = None,
 ) -> tuple[Compression | None, Mode | str | None, Shrink | None]:
-    """Return compression, sync and fault tolerance as given, or as keywords of earlier versions ask for."""
+    """Return compression, sync and fault tolerance as given, or as keywords of earlier versions ask for.
+
+    Raises `UsageError` if two of them exclude each other.
+
+    >>> current_options({"density": 0.01, "momentum": 0.9, "mode": None})
+    (TopK(density=0.01, exchange='auto', momentum=0.9, wire=None, per='bucket', clip=None, ef21=None), None, None)
+    """
     named = [one for one in _COMPRESSION_OF if old.get(one) is not None]
     if named and compression is not None:
         raise UsageError(f"give compression or {named[0]}, not both; {named[0]} is the deprecated name")

@@ -439,7 +439,8 @@ class ThresholdExchange(FilterWithState[Threshold]):
         """Return indices and values that each rank of this process sends; keep the others."""
         how = self.settings
         sketches = self._sketches(call.key) if how.admission > 1 else []
-        self.memory.add_to(call.parts, lines, scale=call.scale)
+        sent, _ = call.halves(call.parts)
+        self.memory.add_to(sent, lines, scale=call.scale)
         found = []
         for place, line in enumerate(lines):
             indices = np.flatnonzero(~(np.abs(line) <= how.threshold * call.scale))
@@ -450,7 +451,7 @@ class ThresholdExchange(FilterWithState[Threshold]):
             found.append((indices, line[indices]))
             line[indices] = 0
         if how.feedback:
-            self.memory.keep(call.parts, lines, scale=call.scale)
+            self.memory.keep(sent, lines, scale=call.scale)
         return found
 
     def _sketches(self, key: str) -> list[CountMin]:

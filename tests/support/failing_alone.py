@@ -71,7 +71,7 @@ def places_of(seen: dict[str, None]) -> list[str]:
 
 
 def outcome_of(call: Callable[[], Any]) -> Any:
-    """What a call returns, or the error that it raises, an interrupt too."""
+    """Return the result of a call, or the error that it raises, an interrupt too."""
     try:
         return call()
     except BaseException as error:

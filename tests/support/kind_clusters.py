@@ -384,11 +384,17 @@ def _plan(cluster: ClusterByKind | None, seed: int) -> PlanByKind | None:
 
 def random_plan(seed: int, *, most: int) -> PlanByKind | None:
     """Return a plan of a random collective on such a cluster; None if it cannot be planned by kind."""
-    cluster = random_cluster(seed, most=most)
+    return drawn_plan(random_cluster(seed, most=most), seed)
+
+
+def drawn_plan(
+    cluster: ClusterByKind | None, seed: int, among: Sequence[str] = COLLECTIVES
+) -> PlanByKind | None:
+    """Return a plan of a random collective on a cluster; None if there is none, or it cannot be planned by kind."""
     if cluster is None:
         return None
     rng = random.Random(-seed)
-    collective = rng.choice(COLLECTIVES)
+    collective = rng.choice(among)
     root = rng.randrange(cluster.size) if collective in ("broadcast", "reduce") else None
     try:
         return topoplan.plan_by_kind(cluster, collective, root=root)

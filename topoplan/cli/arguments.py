@@ -318,7 +318,8 @@ def flag(name: str) -> str:
 
 
 def first_set_option(options: argparse.Namespace, absent: Mapping[str, object]) -> str:
-    """Return the first option that was given, as it is written; ``absent`` holds the values of options left out.
+    """Return the first of some options that was given, as it is written; ``absent`` holds their values when they are
+    not given.
 
     >>> first_set_option(argparse.Namespace(root=None, time_limit=3.0), {"root": None, "time_limit": None})
     '--time-limit'

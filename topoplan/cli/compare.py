@@ -468,7 +468,9 @@ def _read_machines(options: argparse.Namespace) -> tuple[Topology, Topology]:
 
 
 def differences_to_object(found: Differences, size: Sequence[int]) -> dict[str, object]:
-    """Return the JSON object of a comparison; bounds in GB/s of algorithm bandwidth, 0 without a connection."""
+    """Return the JSON object of a comparison; bounds in GB/s of algorithm bandwidth, 0 if the GPUs are not
+    connected.
+    """
     sides = zip("ab", (found.a, found.b), size, (found.bounds_a, found.bounds_b), strict=True)
     return {
         **{

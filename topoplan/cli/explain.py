@@ -143,7 +143,9 @@ def _model_expectations(
 
 
 def _servers_and_ranks(run: PerfRun, log: LabelledLog, machine: RequestedMachine | None) -> tuple[int, int]:
-    """Return servers and ranks of a run; without a machine every host is a server."""
+    """Return servers and ranks of a run; without a machine every host is a server, which NVLink between hosts
+    changes.
+    """
     ranks = [rank for rank in run.ranks if rank.group == run.ranks[0].group]
     if not ranks:
         raise UsageError(

@@ -447,7 +447,9 @@ def _axes(options: argparse.Namespace) -> Mapping[str, Fraction | int] | None:
 
 
 def _machine(options: argparse.Namespace) -> tuple[RequestedMachine, tuple[str, ...], NodeNetwork | None]:
-    """Return the machine, names for its hosts if it has none, and Slurm's network with the job's nodes in order."""
+    """Return the machine, names for its hosts if it has none, and Slurm's network with the nodes of the job in
+    order.
+    """
     if options.server is None:
         return read_machine(options), () if options.hosts is None else host_names(options.hosts), None
     network = load_network(options.topo, which=options.slurm_topology or "")

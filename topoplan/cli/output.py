@@ -525,7 +525,11 @@ def without_progress() -> Iterator[None]:
 
 @contextmanager
 def progress_line(doing: str) -> Iterator[Callable[[str], None] | None]:
-    """Yield a callback that shows the current step from the second second on; None if stderr is not a terminal."""
+    """Yield a callback that takes the current step and shows it from the second second on; None if stderr is not a
+    terminal.
+
+    ``doing`` is shown until the callback is first called.
+    """
     if _silent.get() or sys.stderr is None or not sys.stderr.isatty():
         yield None
         return

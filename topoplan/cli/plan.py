@@ -458,7 +458,9 @@ def _run_bound(options: argparse.Namespace) -> Answer:
 
 
 def plan_object(plan: Plan) -> dict[str, object]:
-    """Return the object that ``plan --json`` prints: the plan file, and what belongs to this run."""
+    """Return the object that ``plan --json`` prints: the plan file, and what belongs to this run or is derived from
+    it.
+    """
     by_phase, wider, needed = phases(plan), _wider_bound(plan), connections_needed(plan)
     beyond = in_network_bound(plan)
     return {
@@ -481,7 +483,9 @@ MOST_WIDER = 64
 
 
 def _wider_bound(plan: Plan) -> float | None:
-    """Return the bound over NVLink and PCIe in GB/s, for a plan over NVLink alone where PCIe could add to it."""
+    """Return the bound over NVLink and PCIe together in GB/s, for a plan over NVLink alone where PCIe could add to
+    it.
+    """
     if plan.channels != ("nvlink",) or plan.collective == ALL_TO_ALL or not 1 < len(plan.ranks) <= MOST_WIDER:
         return None
     fabric = Fabric(plan.topology, (ALL,))
@@ -565,7 +569,9 @@ def _plan_facts(
 
 
 def _order_text(plan: Plan, order: str | None, every: bool) -> str:
-    """Return what came first among forests of this rate, and the other option; empty for the lowest height unasked."""
+    """Return what came first among forests of this rate, and the option for the other; empty if nobody asked and the
+    plan has the lowest height.
+    """
     found = {kind_of(note) for note in plan.notes}
     if "stopped" in found:
         return "stopped in time; neither heights nor numbers of trees were compared to the end"

@@ -448,7 +448,9 @@ def _baseline(plan: Plans) -> tuple[Plan | None, tuple[str, ...]]:
 
 
 def _nccl(plan: Plans, sizes: Sequence[int]) -> tuple[NcclTime, ...]:
-    """Return the times of NCCL by its own model; none for an all-to-all, nor for GPUs without NCCL."""
+    """Return the times of NCCL by its own model; none for an all-to-all, which is direct sends, nor for GPUs without
+    NCCL.
+    """
     return () if len(plan.ranks) == 1 else nccl_times(plan, {}, sizes)
 
 

@@ -41,7 +41,7 @@ from topoplan.plans.plan import Plans
 from topoplan.plans.size_plans import parse_plan_file
 from topoplan.plans.verify import verify_all
 from topoplan.reading.load import decode_log, library, load, load_cluster_by_kind, load_text, read_text
-from topoplan.reading.registry import RATES
+from topoplan.reading.registry import ASSUMED, RATES
 from topoplan.reading.slurm import expand_hostlist
 
 if TYPE_CHECKING:
@@ -160,18 +160,11 @@ def read_as_logged(options: argparse.Namespace, model: str) -> RequestedMachine:
     rate = f", NVLink {made.nvlink:g} GB/s per link" if "nvlink" in assumed else ""
     still = (
         Note(words.format(assumed[channel]), "assumed", (channel,))
-        for channel, words in _ASSUMED.items()
+        for channel, words in ASSUMED.items()
         if channel in assumed
     )
     notes = (*machine.whole.notes, f"GPU taken from the log: {model}{rate}", *still)
     return replace(machine, whole=replace(machine.whole, notes=notes))
-
-
-_ASSUMED = {
-    "pcie": "PCIe assumed {:g} GB/s per link and direction; set --pcie-bandwidth",
-    "socket": "between CPUs assumed {:g} GB/s per direction; set --socket-bandwidth",
-}
-"""Notes on rates that a log's model suggests and does not state, by channel."""
 
 
 def _with_models(machine: RequestedMachine, model: str) -> RequestedMachine:

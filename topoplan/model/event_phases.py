@@ -90,7 +90,7 @@ def _paired_hops(plan: PlanByKind, flow: Dataflow, following: Sequence[int]) -> 
         after |= zip(places, others, strict=True)
     last: dict[object, int] = {}
     for place, template in enumerate(plan.templates):
-        # What is listed later for one root is listed later for the next one too; paths tie with those of both ends.
+        # Hops listed later for one root are listed later for the next one too; paths tie with those of both ends.
         ends = template.stages[0].top_down()[-1].child if plan.collective == ALL_TO_ALL else None
         tied = (template.share, template.stages[0].root, ends)
         if after[place] < last.get(tied, 0):

@@ -128,7 +128,8 @@ def _unplugged(server: Topology, _found: Resemblance) -> list[Fault]:
 
 
 def _distant_nics(server: Topology, found: Resemblance) -> list[Fault]:
-    """Return NICs on a NUMA node without a GPU, if they are most of the NICs: a few there are for storage.
+    """Return NICs on a NUMA node that holds no GPU, if they are most of the NICs: a few there are for storage, as in a
+    DGX.
 
     Another node is not a fault if sockets are cut into nodes, and an allocation does not tell.
     """

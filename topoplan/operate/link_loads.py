@@ -344,7 +344,9 @@ class HopTable:
         )
 
     def _trees(self, orders: Places) -> Floats:
-        """Return the seconds per GB on the fullest link of the double binary tree, servers by their first places."""
+        """Return the seconds per GB on the fullest link of the double binary tree, servers in the order of their first
+        places.
+        """
         count = len(orders)
         homes = self.homes[orders]
         total = np.zeros((count, self.seconds.shape[2]))

@@ -145,7 +145,18 @@ def best_mesh(
     given: Sequence[int] | None = None,
     channels: str = "auto",
 ) -> MeshOrder:
-    """Return the placements of a mesh, the one whose axes run fastest at once first."""
+    """Return the placements of a mesh, the one whose axes run fastest at once first.
+
+    topology: all its GPUs are ranks.
+    given: index of every rank's GPU now.
+
+    If both axes need the same rate, dp goes into the servers, and tp half across:
+
+    >>> import topoplan
+    >>> found = best_mesh(topoplan.nvswitch_cluster(2, gpus=4), {"dp": 2, "tp": 4})
+    >>> found.best.factors, [float(rate) for rate in found.best.alone], float(found.best.together)
+    (((2, 1), (2, 2)), [300.0, 33.333333333333336], 33.333333333333336)
+    """
     extents = tuple(mesh.items())
     weights = mesh_weights(extents, axes)
     if collective not in COLLECTIVES:

@@ -51,6 +51,7 @@ from topoplan.machine.routing import with_refused_pairs, without_peer_access
 from topoplan.machine.topology import Device, Link, Topology, facts, without_bare_switches
 from topoplan.reading.nvidia_smi_matrix import ConnectionMatrix, read_access, read_matrix
 from topoplan.reading.pcie_tree import CODES, PcieTree, infer_pcie_tree
+from topoplan.reading.registry import ASSUMED
 from topoplan.units import counted, listed, several
 
 _LONGEST_LINE = 300
@@ -265,9 +266,9 @@ def parse_nvidia_smi(
             f"{other}; set --nvlink-bandwidth",
         )
     if pcie_given is None:
-        assume("pcie", f"PCIe assumed {pcie:g} GB/s per link and direction; set --pcie-bandwidth")
+        assume("pcie", ASSUMED["pcie"].format(pcie))
     if socket_given is None and len(cpus_of(tree.parents)) > 1:
-        assume("socket", f"between CPUs assumed {socket:g} GB/s per direction; set --socket-bandwidth")
+        assume("socket", ASSUMED["socket"].format(socket))
     mig = {gpu: instances for gpu, instances in read_mig(text).items() if gpu in names}
     machine = Topology(
         name="nvidia-smi",

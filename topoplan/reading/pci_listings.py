@@ -31,6 +31,7 @@ from topoplan.machine.host_topology import (
 from topoplan.machine.topology import Topology, facts
 from topoplan.reading.probe_devices import SysfsDevice, kernel_tree
 from topoplan.reading.probe_driver import Driver
+from topoplan.reading.registry import ASSUMED
 from topoplan.units import counted, listed
 
 _GPU_VENDOR = re.compile(r"NVIDIA|\[AMD/ATI\]|10de|1002")
@@ -228,7 +229,7 @@ def _machine(
     nics = sorted((one.busid for one in devices.values() if one.kind == "nic"), key=bus_id_order)
     every = [*notes, _NO_NVLINK]
     if len(cpus) > 1 and socket_gbps is None:
-        every.append(f"between CPUs assumed {socket:g} GB/s per direction; set --socket-bandwidth")
+        every.append(ASSUMED["socket"].format(socket))
     return host_topology(
         Host(
             name=name,
@@ -277,9 +278,7 @@ def parse_lspci_tree(
         tree.append(PciDevice(busid, kind, one.parent, 0, pcie, host_bridge=root))
     notes = []
     if pcie_gbps is None:
-        notes.append(
-            f"PCIe assumed {pcie:g} GB/s per link and direction; set --pcie-bandwidth, or give lspci -vv"
-        )
+        notes.append(f"{ASSUMED['pcie'].format(pcie)}, or give lspci -vv")
     roots = {devices[_chain(devices, busid)[0]].root for busid in ends}
     if len(roots) > 1:
         notes.append(

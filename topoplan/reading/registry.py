@@ -26,6 +26,12 @@ SLURM = ("topology.conf", "topology.yaml")
 RATES = ("nvlink_gbps", "pcie_gbps", "socket_gbps", "cable_gbps")
 """Bandwidths that a text may leave open, in GB/s per direction."""
 
+ASSUMED = {
+    "pcie": "PCIe assumed {:g} GB/s per link and direction; set --pcie-bandwidth",
+    "socket": "between CPUs assumed {:g} GB/s per direction; set --socket-bandwidth",
+}
+"""Notes on rates that a text leaves open, by channel."""
+
 _HOST_RATES = RATES[:3]
 
 

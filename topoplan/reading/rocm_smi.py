@@ -32,7 +32,7 @@ from topoplan.machine.routing import has_peer_access, with_refused_pairs, withou
 from topoplan.machine.topology import Device, Link, Topology, facts, format_value
 from topoplan.machine.topology_json import decode_json
 from topoplan.reading.pcie_tree import CODES, PcieTree, infer_pcie_tree
-from topoplan.reading.registry import ROCM_TITLES
+from topoplan.reading.registry import ASSUMED, ROCM_TITLES
 from topoplan.units import listed, several
 
 _SERVER = "s0"
@@ -299,9 +299,9 @@ def parse_rocm_smi(
     )
     notes += tree.notes
     if pcie_gbps is None:
-        notes.append(f"PCIe assumed {pcie:g} GB/s per link and direction; set --pcie-bandwidth")
+        notes.append(ASSUMED["pcie"].format(pcie))
     if socket_gbps is None and len(cpus_of(tree.parents)) > 1:
-        notes.append(f"between CPUs assumed {socket:g} GB/s per direction; set --socket-bandwidth")
+        notes.append(ASSUMED["socket"].format(socket))
     barred = _pairs_without_access(tables)
     devices = _devices(tables, names, tree, barred)
     if barred and any(has_peer_access(device) for device in devices if device.kind == "gpu"):

@@ -113,7 +113,11 @@ def note_recovery(
     numbers: tuple[int, ...],
     announce_shutdown: Callable[[], None] | None = None,
 ) -> None:
-    """Note that the survivors have another back end, so that this process may exit with its own status."""
+    """Note that the survivors have another back end, so that this process may exit with its own status.
+
+    `numbers` are the original ranks of the communicator's ranks. `announce_shutdown` exchanges notices over the new
+    back end, if that uses MPI too.
+    """
     global _announce_shutdown
     if not _left:
         _note_status()

@@ -148,7 +148,10 @@ def share_memory(comm: Any, *, shared: bool, hosts: Sequence[int] | None) -> tup
 
 
 def share_memory_again(gather: Gather, placement: HostPlacement) -> tuple[HostPlacement, Segment]:
-    """Share new memory among the survivors, without MPI; all of them must call it."""
+    """Share new memory among the survivors, without MPI; all of them must call it.
+
+    `gather` is over them, and fails if one of them dies meanwhile. `placement` is theirs.
+    """
     found = _share(gather, placement)
     descriptor, name = found or (-1, "")
     hosts = placement.hosts if found else tuple(range(len(placement.hosts)))

@@ -285,7 +285,8 @@ def _stars(plan: Plan, domains: tuple[int, ...], wanted: dict[str, bool]) -> Col
 
 @lru_cache(maxsize=64)
 def order_of(key: PlanKey) -> tuple[tuple[tuple[int, int], ...], ...] | None:
-    """Return for each shard of an allreduce the order in which ranks' contributions are joined, and their actions.
+    """Return for each shard of an allreduce the order of ranks in which contributions are joined, with an action for
+    each.
 
     None for other collectives, and if more than `DEPTH` sums are set aside. Of gpu1, gpu4, gpu5, gpu7 the second adds
     to its own the sum of the third and the first, and then the fourth:

@@ -340,6 +340,8 @@ class WindowEngine:
     def waiting(self) -> tuple[int | None, int | None]:
         """Return the peer and the row for which the block furthest behind waits: following such peers leads to the
         failed rank.
+
+        Between two kernels it is the peer whose message the next one needs, if there is only one.
         """
         running = self._running
         word = self.earliest_wait()

@@ -77,7 +77,7 @@ ENDED, WAITING, OTHERS_DIFFER, BY_PYTHON, NOT_READ, OTHERS_FAILED = range(6)
 """Results of a call: the program has ended; it waits; the notes differ; Python has an operation to do; the memory of a
 rank cannot be read; or a rank has failed whose memory this one has worked on."""
 
-# of one type with what is computed: numba compiles a loop anew for each literal among its arguments
+# numba compiles a loop again for each literal among its arguments; these have the type of computed values
 EVERYONE, NOTHING = np.int64(-1), np.int64(0)
 """Place of the condition that all ranks have published their notes, and the first byte of a block."""
 
@@ -260,7 +260,10 @@ def run(
 def _begin_early(
     operations: Records, inputs: Records, frame: Numbers, control: Word, own: Word, ranks: Word
 ) -> None:
-    """Add up this rank's part of the sums of all ranks but the late one, if that has not come."""
+    """Add up this rank's part of the sums of all ranks but the late one, if that has not come.
+
+    Another rank that cannot be read, or makes another call, is found after the agreement.
+    """
     frame[EARLY] = ALL_AT_ONCE
     agreement, late = frame[AGREEMENT], frame[LATE] - 1
     notes, lies = NOTE + agreement % 2 * LENGTH, 8 * (LYING + agreement % 2)

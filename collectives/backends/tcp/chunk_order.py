@@ -293,7 +293,16 @@ class Footprint:
 
 
 def footprint(plan: Plan) -> Footprint:
-    """Return the resources of a plan; UsageError for more than `LARGEST` edges, helper ranks or exchange rounds."""
+    """Return the resources of a plan; raise `UsageError` for more than `LARGEST` edges, helper ranks or exchange
+    rounds.
+
+    Every GPU of a DGX-2 adds up its sixteenth of the buffer, which the 15 others send it at once:
+
+    >>> import topoplan
+    >>> found = footprint(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
+    >>> found.streams, found.queues, found.steps, found.fan_in, set(found.scratch)
+    (480, 240, 2, 15, {28})
+    """
     edges = sum(count * len(stage.edges) for shard, count in plan.shard_counts for stage in shard.stages)
     if edges > LARGEST:
         raise UsageError(

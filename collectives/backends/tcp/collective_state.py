@@ -272,7 +272,10 @@ class TcpCollective:
         return bool((self._link_rows["descriptor"] >= 0).all())
 
     def go_on(self, barrier: DisseminationBarrier | None = None) -> None:
-        """Move chunks until all is done, or Python has to look at something: see `status`."""
+        """Move chunks until all is done, or Python has to look at something: see `status`.
+
+        A `barrier` continues beside them, and is a part of all.
+        """
         program = self.program
         meeting = _MET if barrier is None else barrier.state
         while True:

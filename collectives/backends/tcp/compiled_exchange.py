@@ -42,7 +42,7 @@ error; an unexpected chunk came; a join is left to Python; the barrier beside th
 CALL_NANOSECONDS = 20_000_000
 """Nanoseconds after which a call returns in any case."""
 
-# of one type with what is computed: numba compiles a loop anew for each literal among its arguments
+# numba compiles a loop again for each literal among its arguments; these have the type of computed values
 BUSY: Any = np.bool_(False)
 """A rank is not idle before its first look at the links."""
 

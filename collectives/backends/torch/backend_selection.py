@@ -296,7 +296,8 @@ def window_backend(
     engine: str,
     exact: bool,
 ) -> tuple[WindowBackend | None, str]:
-    """Return the back end over windows for tensors on GPUs, or None, and `about_engine`, as on all ranks.
+    """Return the back end over windows for tensors on GPUs, or None, and `about_engine`; all ranks call it, with one
+    result.
 
     `messages`, for tensors on the CPU, is closed with the back end. Raises `UsageError` on all ranks, with the same
     text, if windows are demanded and not available.
@@ -332,7 +333,8 @@ def window_backend(
 def open_kernels(
     cupy: Any, address: str, members: GroupMembers, *, device: int, engine: str, exact: bool
 ) -> NcclBackend:
-    """Return the nccl back end of a rank on a GPU, with windows; all ranks call it with one rendezvous.
+    """Return the nccl back end of a rank on a GPU, with windows; all ranks call it with the address of their
+    rendezvous.
 
     Raises `UsageError` if there are none, with the bare reason as its cause, the same on all ranks; `BackendError` if a
     rank does not come, or its GPU fails.

@@ -176,7 +176,11 @@ def grouped(store: dist.Store, rank: int, size: int, **backends: Any) -> dist.Pr
 
 
 def gloo_among(gather: Gather, *, rank: int, size: int, local: str, timeout: float) -> dist.ProcessGroup:
-    """Return a new gloo group for ranks of a recovery; all of them must call this."""
+    """Return a new gloo group for ranks of a recovery; all of them must call this.
+
+    `gather` is over those ranks. The lowest rank hosts the store at `local`, its machine's address for the others.
+    `timeout` is in seconds, for another rank.
+    """
     limit = timedelta(seconds=timeout)
     try:
         store = (

@@ -299,7 +299,9 @@ QUEUE_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class NetworkCommands:
-    """Commands in this order: ``create`` and ``inside`` (in each namespace) for ip, ``shape`` for tc in each."""
+    """Commands, in this order: ``create`` for ip, namespaces and cables; ``inside`` for ip in each namespace, addresses
+    and routes; ``shape`` for tc in each namespace.
+    """
 
     create: tuple[str, ...]
     inside: dict[str, tuple[str, ...]]

@@ -243,7 +243,9 @@ def predicted(
     headroom: float | None = None,
     late: Mapping[int, float] | None = None,
 ) -> float:
-    """Return the seconds of the event simulation; of the closed form, after the latest rank, for too many chunks."""
+    """Return the seconds of the event simulation, in which chunks wait for each other; of the closed form, after the
+    latest rank, if they are too many.
+    """
     try:
         return run_events(plan, nbytes=nbytes, chunk_bytes=chunk_bytes, headroom=headroom, late=late).seconds
     except UsageError:
@@ -291,7 +293,9 @@ class RankTime:
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """Output of a job: bits per second of each link, times, heartbeats, notes, and when links were cut."""
+    """Output of a job: bits per second of each link, times of all ranks, heartbeats, a communicator's notes, and when
+    links were cut.
+    """
 
     links: tuple[float, ...]
     times: tuple[RankTime, ...]

@@ -138,7 +138,9 @@ def _enter_namespace(libc: ctypes.CDLL, namespace: int) -> None:
 def build_network(
     create: Sequence[str], inside: Mapping[str, Sequence[str]], shape: Mapping[str, Sequence[str]]
 ) -> None:
-    """Run the commands of `NetworkCommands` with a private /run; ProbeError with the output of ``ip`` or ``tc``."""
+    """Run the commands of `collectives.lab.testbed.network.NetworkCommands` with a private /run; ProbeError with the
+    output of ``ip`` or ``tc``.
+    """
     subprocess.run(PRIVATE_RUN, check=True)
     _run_batch(["ip"], create)
     for namespace, lines in inside.items():

@@ -103,7 +103,8 @@ def nvrtc_of_cupy() -> Nvrtc:
 def compile_source(
     source: str, architecture: int, *, to: Literal["ptx", "cubin"], nvrtc: Nvrtc | None = None
 ) -> CompiledKernels:
-    """Compile CUDA source without headers for a compute capability (90 for 9.0), by default with CuPy's NVRTC.
+    """Compile CUDA source that includes no header, for a compute capability (90 for 9.0) and by default with CuPy's
+    NVRTC.
 
     UsageError: no compiler. RuntimeError: the source does not compile; the log is in the message.
     """
@@ -245,7 +246,9 @@ class KernelWork:
     ends: tuple[int, ...]
 
     def traffic(self, itemsize: int) -> int:
-        """Return the bytes read and written: an item reads its own operand and every arrival, and writes once."""
+        """Return the bytes that are read and written: an item reads its own operand and every arrival, and writes
+        once.
+        """
         return int((self.items["count"] * (2 + self.items["arriving"])).sum()) * itemsize
 
 

@@ -41,7 +41,7 @@ from tests.support.tcp_jobs import in_processes
 RANKS = 4
 EVERY = [case for group in GROUPS for case in cases(group)]
 SOME = EVERY[::3]
-"""Of each group a third: all trees, sizes, types and reductions."""
+"""A third of each group: all trees, sizes, types and reductions."""
 Found = list[list[str]]
 
 
@@ -116,7 +116,7 @@ PLAYED = {
 def chosen(backend: str, group: str) -> list[Case]:
     """An interpreter runs the kernels of windows: of a group one case in packets and one in chunks, or some types.
 
-    Of the types nccl has one reduction each, all reductions among them, or "all types".
+    nccl has one reduction of each type, all reductions among them, or "all types".
     """
     listed = list(cases(group.removeprefix("all ")))
     if (backend, group) == ("nccl", "types"):

@@ -494,7 +494,7 @@ def after_a_failure(
     meets: Callable[..., list[Any]] = in_shared_memory,
     **options: Any,
 ) -> tuple[list[Any], LoneFailure]:
-    """What each of three ranks gets of a call in which rank 1 fails, and of two sums behind it."""
+    """Return the results of three ranks of a call in which rank 1 fails, and of two sums behind it."""
     failure = LoneFailure(place, error)
     method, _ = CALLS[call]
 

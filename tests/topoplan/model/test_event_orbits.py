@@ -248,14 +248,6 @@ def test_random_exchanges_have_the_events_of_the_list(make: Any, seed: int) -> N
         agree_or_refuse(plan, "trees of all servers share", "chunks of s")
 
 
-@pytest.mark.parametrize("servers", [5, 1_250])
-def test_time_of_an_exchange_is_that_of_its_bytes(servers: int) -> None:
-    """Each rank sends a block to every other one, first to the next: no NIC ever waits."""
-    plan = plan_of(servers, "alltoall", gpus=1, nic_access="direct", nics=1)
-    seconds = EventOrbits(plan).run(10**9, 10**9).seconds
-    assert seconds == pytest.approx(LAUNCH + START_UP["network"] + (servers - 1) / servers / 50, rel=1e-9)
-
-
 def test_a_translation_of_a_torus_does_not_change_its_orbits() -> None:
     """Each hop stands for one on every server."""
     plan = torus_plan((5, 7), "allreduce")
@@ -264,10 +256,11 @@ def test_a_translation_of_a_torus_does_not_change_its_orbits() -> None:
     assert set(hops.stands) <= {35, 70}
 
 
+@pytest.mark.parametrize("collective", ["allgather", "alltoall"])
 @pytest.mark.parametrize("servers", [5, 1_250])
-def test_time_of_a_star_is_that_of_its_bytes(servers: int) -> None:
+def test_time_of_sends_to_all_in_turn_is_that_of_their_bytes(servers: int, collective: str) -> None:
     """Servers of one GPU that send to all others in turn: all NICs are busy until the end, after one start-up."""
-    plan = plan_of(servers, "allgather", gpus=1, nic_access="direct", nics=1)
+    plan = plan_of(servers, collective, gpus=1, nic_access="direct", nics=1)
     seconds = EventOrbits(plan).run(10**9, 10**9).seconds
     assert seconds == pytest.approx(LAUNCH + START_UP["network"] + (servers - 1) / servers / 50, rel=1e-9)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import topoplan
-from tests.support.kind_clusters import changed_file, refused_of_changed
+from tests.support.kind_clusters import changed_file, drawn_plan, refused_of_changed
 from tests.topoplan.plans.test_plan_by_kind import agree
 from topoplan import (
     ClusterByKind,
@@ -68,16 +68,7 @@ def random_fast_nics(seed: int) -> ClusterByKind | None:
 
 def random_plan_of_fast_nics(seed: int) -> PlanByKind | None:
     """Return a plan of a collective on such a cluster; None if it cannot be planned by kind."""
-    cluster = random_fast_nics(seed)
-    if cluster is None:
-        return None
-    rng = random.Random(-seed)
-    collective = rng.choice(COLLECTIVES)
-    root = rng.randrange(cluster.size) if collective in ("broadcast", "reduce") else None
-    try:
-        return plan_by_kind(cluster, collective, root=root)
-    except TopoplanError:
-        return None
+    return drawn_plan(random_fast_nics(seed), seed, COLLECTIVES)
 
 
 @pytest.mark.parametrize("collective", ["broadcast", "reduce"])

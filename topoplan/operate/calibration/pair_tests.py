@@ -139,7 +139,8 @@ def possible_tests(
 
 
 def node_test(possible: PairTests, src: str, dst: str) -> PairTest | None:
-    """Return the test of two servers with all their ends at once, paired in order; None without a pair.
+    """Return the test of two servers with all their ends at once, paired in order; None if no two ends reach each
+    other.
 
     >>> import topoplan
     >>> pair = possible_tests(topoplan.cluster([topoplan.Server("dgx-h100", count=2)], nic_gbps=200, nics=4))

@@ -84,7 +84,9 @@ class JudgedRow:
         return self.reachable.bound_by(self.row.size) if self.reachable else None
 
     def to_object(self) -> dict[str, object]:
-        """Return a JSON object: ``time`` in microseconds as nccl-tests prints it, rates in GB/s of algbw."""
+        """Return a JSON object: ``time`` in microseconds, as nccl-tests prints it, rates in GB/s of algorithm
+        bandwidth.
+        """
         found, row, model, expected = self.reachable, self.row, self.expected, self.expected_time
         return {
             "collective": self.collective,
@@ -247,7 +249,8 @@ def _guessed(
     *,
     assumed: bool,
 ) -> str:
-    """Return the collective of a run that names no test: the stated one, or the only one that fits its columns.
+    """Return the collective of a run that does not name its test: the stated one, or the only one that fits its
+    columns.
 
     ``assumed`` means that the log states no number of ranks, so that another one than that of the machine may fit.
     """

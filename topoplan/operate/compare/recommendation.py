@@ -220,7 +220,9 @@ def _left_by(ranked: RankedSets, gpus: tuple[int, ...]) -> dict[str, float]:
 
 
 def _own_rings(ranked: RankedSets, rows: dict[tuple[int, ...], Comparison]) -> dict[tuple[int, ...], float]:
-    """Return the rates of rings over PCIe for sets of classes with other channels."""
+    """Return the rates of rings over PCIe for sets of classes with other channels; interchangeable GPUs have equal
+    rates.
+    """
     beside = {gpus for gpus, row in rows.items() if row.ring_kind == "pcie ring" and row.channel != "pcie"}
     if not beside:
         return {}

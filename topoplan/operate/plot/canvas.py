@@ -255,7 +255,11 @@ def write_text(axes: Axes, place: tuple[float, float], text: str, **options: Any
 def draw_line_legend(
     figure: Figure, lines: Sequence[tuple[str, str, LineStyle, float]], margin: float, **options: Any
 ) -> None:
-    """Draw a legend of lines in the lower left corner."""
+    """Draw a legend of lines in the lower left corner.
+
+    lines: label, colour, style and width in points of each.
+    margin: inches from the left.
+    """
     from matplotlib.lines import Line2D
 
     width, height = figure.get_size_inches()

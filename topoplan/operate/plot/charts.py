@@ -408,7 +408,10 @@ ROW = 0.32
 
 
 def draw_jobs(outcomes: Sequence[PolicyRun]) -> Figure:
-    """Draw computing as a full bar, bytes in flight as a hatched one below it, and waiting to send as a line."""
+    """Draw computing as a full bar, bytes in flight as a hatched one below it, and waiting to send as a line.
+
+    outcomes: runs of the same jobs.
+    """
     names = [job.name for job in outcomes[0].jobs.jobs]
     end = max(run.end for one in outcomes for run in one.runs) or 1.0
     panel = ROW * len(names) + 0.4

@@ -319,7 +319,8 @@ def vertex_labels(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def tree_children(stage: Stage) -> dict[int, list[int]]:
-    """Return the children of every rank from left to right: inner ones outside, leaves in the middle.
+    """Return the children of every rank from left to right: inner ones outside, leaves in the middle below their
+    parent.
 
     >>> from topoplan.plans.shards import Edge
     >>> edges = (*(Edge(0, rank, ("a", "b"), "nvlink") for rank in (1, 2, 3, 4)), Edge(3, 5, ("a", "b"), "nvlink"))
