@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments
@@ -22,6 +23,7 @@ from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan, check_collective
+from topoplan.schedules.low_latency import direct_sends
 from topoplan.schedules.registry import SCHEDULES, make_schedule
 from topoplan.schedules.ring import ring_plan
 from topoplan.solve.planner import plan as make_plan
@@ -265,6 +267,8 @@ def _make_plans(
             return make_plan(machine, collective, gpus=gpus, root=root, progress=progress)
         if isinstance(source, Plan) and isinstance(source.certificate, Demand):
             return _direct_plan(source, source.certificate, name)
+        if (name, check_collective(collective)) == ("one-hop", ALL_TO_ALL):
+            return direct_sends(machine, gpus=gpus) or make_schedule(name, machine, collective, gpus=gpus)
         if name == "ring":
             return _relaying_ring(machine, collective, gpus, root)
         if name == "pcie-ring":
@@ -286,19 +290,17 @@ def _make_plans(
 
 
 def _direct_plan(source: Plan, demand: Demand, name: str) -> Plan:
-    """Return the best direct sends of the demand of a plan."""
+    """Return the best direct sends of the demand of a plan: over its links, or else over PCIe, as `direct_sends`."""
     if name != "one-hop":
         raise UsageError(f"a plan of a demand is compared with one-hop alone, got {name}; leave it out")
-    channels = "+".join(source.channels)
-    try:
-        return make_plan(
-            source.topology, source.collective, channels=channels, demand=demand.demand, height=1
-        )
-    except UsageError:
-        raise InfeasibleError(
-            "one-hop is impossible: some GPUs reach others of the demand only through another GPU; run --schedules "
-            "trees"
-        ) from None
+    for channels in ("+".join(source.channels), "pcie"):
+        with suppress(UsageError, InfeasibleError):
+            return make_plan(
+                source.topology, source.collective, channels=channels, demand=demand.demand, height=1
+            )
+    raise InfeasibleError(
+        "one-hop is impossible: some GPUs reach others of the demand only through another GPU; run --schedules trees"
+    )
 
 
 def _relaying_ring(

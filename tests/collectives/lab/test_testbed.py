@@ -51,6 +51,7 @@ from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 
 DGX = topoplan.load("dgx-1v")
+RING = topoplan.load("mac-tb5-ring-x4")
 SCALE = 0.0005
 
 needs_namespaces = pytest.mark.skipif(bool(sandbox.sandbox_refusal()), reason=sandbox.sandbox_refusal())
@@ -376,7 +377,10 @@ def test_direct_sends_of_a_demand_use_the_links_of_its_plan() -> None:
     assert isinstance(plan.certificate, Demand)
     direct = _direct_plan(plan, plan.certificate, "one-hop")
     assert (direct.channels, direct.rate) == (("pcie",), plan.rate)
-    relayed = topoplan.plan("dgx-1v", "alltoall", gpus=[7, 5, 4, 1], demand=[[0, 5, 1, 1]] * 4)
+    beside_nvlink = topoplan.plan("dgx-1v", "alltoall", gpus=[7, 5, 4, 1], demand=[[0, 5, 1, 1]] * 4)
+    assert isinstance(beside_nvlink.certificate, Demand)
+    assert _direct_plan(beside_nvlink, beside_nvlink.certificate, "one-hop").channels == ("pcie",)
+    relayed = topoplan.plan(RING, "alltoall", demand=[[0, 5, 1, 1]] * 4)
     assert isinstance(relayed.certificate, Demand)
     with pytest.raises(InfeasibleError, match=r"one-hop is impossible: .* run --schedules trees"):
         _direct_plan(relayed, relayed.certificate, "one-hop")
@@ -388,7 +392,7 @@ def test_trees_run_alone_where_a_default_rival_is_impossible(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "plan.json"
-    plan = topoplan.plan("dgx-1v", "alltoall", gpus=[7, 5, 4, 1], demand=[[0, 5, 1, 1]] * 4)
+    plan = topoplan.plan(RING, "alltoall", demand=[[0, 5, 1, 1]] * 4)
     path.write_text(plan.to_json(), encoding="utf-8")
     assert main(["testbed", str(path), "--sizes", "64KB", "--scale", "0.001", "--runs", "1", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
