@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import inf
 from typing import Any
 
 from collectives.backends.backend import LONGEST_TIMEOUT, Backend
@@ -34,6 +35,10 @@ class BackendSettings:
     def __post_init__(self) -> None:
         if not 0 < self.timeout <= LONGEST_TIMEOUT:
             raise UsageError(f"timeout must be above 0 and at most {LONGEST_TIMEOUT} s, got {self.timeout}")
+        if self.pace is not None and not 0 < self.pace < inf:
+            raise UsageError(
+                f"pace must be above 0 and finite, got {self.pace}; give 1 for the planned rates"
+            )
 
 
 DEFAULT = BackendSettings(timeout=30.0)

@@ -129,6 +129,9 @@ class Communicator(DenseCollectives, SparseCollectives):
     exact : bool
         False lets a switch between GPUs add floating-point numbers, if plan and machine have one that can. It adds in
         its own order, so the bits of sums may differ from those elsewhere and from call to call.
+    pace : float, optional
+        Limit every connection to this times its planned rate, with ``tcp`` and ``loopback``: 1 keeps connections that
+        share a port at the plan's rates, which must be true ones (see `topoplan calibrate`). None for no limit.
     on_failure : str
         Reaction to the failure of a rank in a collective: "raise", or "shrink" to exclude it (`shrink`) and repeat the
         collective among the survivors (see `Handle.repeated`, `Handle.without` and `notes`). Supported by the back
@@ -189,6 +192,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         timeout: float = 30.0,
         engine: str = "auto",
         exact: bool = True,
+        pace: float | None = None,
         on_failure: str = "raise",
         on_slow: str = "ignore",
     ) -> None:
@@ -196,11 +200,11 @@ class Communicator(DenseCollectives, SparseCollectives):
             raise UsageError(f"on_slow is {on_slow!r}; use ignore, report or replan")
         if on_failure not in ("raise", "shrink"):
             raise UsageError(f"on_failure is {on_failure!r}; use raise or shrink")
-        if (engine != "auto" or not exact) and not isinstance(backend, str):
+        settings = BackendSettings(timeout, pace, engine, exact)
+        if settings != BackendSettings(timeout) and not isinstance(backend, str):
             raise UsageError(
-                f"the {backend.name} back end is already open; pass engine and exact to it, or pass its name here"
+                f"the {backend.name} back end is already open; pass engine, exact and pace to it, or pass its name here"
             )
-        settings = BackendSettings(timeout, engine=engine, exact=exact)
         opened = None if isinstance(backend, str) else backend
         if plan is None:  # otherwise the ranks would plan for where they run
             raise not_a_plan(plan)

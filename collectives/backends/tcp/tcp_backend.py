@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +157,10 @@ class TcpBackend(OneRank):
         arrays: ArrayLibrary[Any] | None = None,
         survivors: MembershipProtocol | None = None,
     ) -> None:
-        if pace is not None and not pace > 0:
-            raise UsageError(f"pace must be above 0, got {pace}; give 1 for the plan's bandwidths, or less")
+        if pace is not None and not 0 < pace < inf:
+            raise UsageError(
+                f"pace must be above 0 and finite, got {pace}; give 1 for the plan's bandwidths, or less"
+            )
         meeting_timeout = timeout if meeting_timeout is None else meeting_timeout
         if not min(timeout, meeting_timeout) > 0:
             least = min(timeout, meeting_timeout)

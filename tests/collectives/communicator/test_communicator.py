@@ -17,6 +17,7 @@ import topoplan
 from collectives import Communicator
 from collectives.backends import execution
 from collectives.backends.backend import TraceEvent
+from collectives.backends.loopback.loopback_backend import Loopback
 from collectives.backends.plan_and_chunk_store import PlanStore
 from collectives.backends.shared.shared_backend import SharedBackend
 from collectives.communicator import block_sums, communicator
@@ -680,3 +681,18 @@ def test_an_interrupt_before_a_call_has_begun_ends_the_job(monkeypatch: pytest.M
 
     plan = forest_plan(2, "allreduce", "star")
     assert in_shared_memory(plan, work, timeout=20) == ["BackendError", "KeyboardInterrupt"]
+
+
+def test_connections_are_paced_at_parts_of_planned_rates_by_back_ends_that_can() -> None:
+    plan = topoplan.plan("dgx-1v", gpus=[0, 1, 2])
+    inputs = [np.arange(5.0) + rank for rank in range(3)]
+    with Communicator(plan, pace=0.5) as comm, Communicator(plan) as free:
+        assert comm.backend == "paced loopback"
+        assert np.array_equal(comm.all_reduce(inputs), free.all_reduce(inputs))
+    for pace in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(UsageError, match="pace must be above 0 and finite, got"):
+            Communicator(plan, pace=pace)
+    with pytest.raises(UsageError, match="the mpi back end cannot be paced; use loopback or tcp"):
+        Communicator(plan, "mpi", pace=1)
+    with pytest.raises(UsageError, match="back end is already open; pass engine, exact and pace to it"):
+        Communicator(plan, Loopback(3), pace=1)

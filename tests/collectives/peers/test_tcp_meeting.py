@@ -834,7 +834,7 @@ def test_a_rank_without_rank_0_in_torchruns_store_says_so_after_its_timeout() ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pace": 0.0}, "pace must be above 0, got 0.0"),
+        ({"pace": 0.0}, "pace must be above 0 and finite, got 0.0"),
         ({"timeout": 0.0}, "timeout must be above 0 s, got 0.0"),
         ({"flight_bytes": 0}, "flight_bytes must be at least 1, got 0"),
     ],
