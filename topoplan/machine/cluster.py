@@ -105,8 +105,8 @@ def cluster(
     Returns
     -------
     Topology
-        `topoplan.machine.nic_wiring` describes how it represents PCIe. Channels ``nvlink+network`` use it correctly; on
-        machines with NVLink ``pcie+network`` counts the PCIe slot of a GPU twice.
+        `topoplan.machine.nic_wiring` describes how it represents PCIe. Channels ``auto`` use it correctly; if NVLink
+        joins the GPUs of each server, ``pcie+network`` counts the PCIe slot of a GPU twice.
 
     Raises
     ------

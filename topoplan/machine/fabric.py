@@ -36,7 +36,7 @@ UNIONS = (ALL, STAGED)
 """Choices of channels that pack NVLink and PCIe together."""
 
 CHANNEL_CHOICES = {
-    "auto": (("nvlink",), (ALL,), ("pcie",), ("nvlink", "network"), ("pcie", "network")),
+    "auto": (("nvlink",), (ALL,), ("pcie",), ("nvlink", "network"), (ALL, "network"), ("pcie", "network")),
     "nvlink": (("nvlink",),),
     "pcie": (("pcie",),),
     "nvlink+network": (("nvlink", "network"),),
@@ -401,8 +401,9 @@ def usable_fabric(
     """Return the fabric of a plan for an allocation (see `Topology.subset`).
 
     ``channels="auto"`` takes NVLink if it connects all ranks, else NVLink islands together with the PCIe between them,
-    else PCIe, else NVLink and the network together (servers whose NICs are wired to their GPUs), else PCIe and the
-    network; other values allow no alternative. A broadcast needs paths from ``root`` only, a reduce paths to it.
+    else PCIe, else the same with the network: NVLink if it connects the ranks of each server, else NVLink islands and
+    PCIe, else PCIe. Other values allow no alternative. A broadcast needs paths from ``root`` only, a reduce paths to
+    it.
 
     InfeasibleError if the links do not connect the ranks, with the cut; UsageError for unknown ``channels``;
     TopologyError for a helper without a link in or out.
@@ -418,6 +419,8 @@ def usable_fabric(
         fabric = Fabric(staged(topology) if STAGED in choice else topology, choice)
         if channels == "auto" and fabric.union and not _has_islands(topology):
             continue
+        if channels == "auto" and choice == ("nvlink", "network") and _needs_pcie(topology):
+            continue
         if not fabric.unreachable(collective, root):
             return fabric
     raise _no_path(topology, channels, collective, root)
@@ -425,6 +428,30 @@ def usable_fabric(
 
 def _states_pcie(topology: Topology) -> bool:
     return any(link.channel in CHANNEL_LINKS["pcie"] for link in topology.links)
+
+
+def _needs_pcie(topology: Topology) -> bool:
+    """Return whether PCIe joins GPUs of a server that NVLink does not: they need no NIC to reach one another.
+
+    Links from GPUs to NICs of their own stand for PCIe (`topoplan.machine.nic_wiring`), which is not counted twice.
+    """
+    if not _states_pcie(topology):
+        return False
+    every, nvlink = Fabric(topology, (ALL,)), Fabric(topology, ("nvlink",))
+    nics: dict[str, set[str]] = {name: set() for name in every.ranks}
+    for link in topology.links:
+        if link.channel == "network" and link.src in nics:
+            nics[link.src].add(link.dst)
+    left = set(range(every.size))
+    found = False
+    while left:
+        first = min(left)
+        server, beside = (left & one.reached_from(first, forward=True) for one in (every, nvlink))
+        if any(nics[every.ranks[rank]] != nics[every.ranks[first]] for rank in server):
+            return False
+        found |= server != beside
+        left -= server
+    return found
 
 
 def _has_islands(topology: Topology) -> bool:

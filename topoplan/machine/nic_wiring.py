@@ -1,12 +1,13 @@
 """Wire the NICs of one server to its GPUs: choose NICs, assign GPUs to them, and rate the paths.
 
-A server with NVLink: its plans use NVLink between GPUs, and traffic to the network crosses PCIe. So ``network`` links
-join each NIC directly to the GPUs that it serves; the other GPUs relay over NVLink. Such a link is as fast as the PCIe
-path and the NIC allow, the NIC's wire as the NIC and its PCIe slot. A PCIe link on the path of several NICs counts for
-each with an even part. The plugs of the NICs are left out; the other PCIe links stay for plans inside the server. Not
-modelled: such a plan and network traffic at the same time. A NIC of several GPUs becomes two devices, ``nic0.tx`` that
-sends and ``nic0.rx`` that receives: through one device the GPUs could exchange data, and its PCIe slot would count
-twice. A server without NVLink keeps its PCIe tree with the NICs in it.
+A server whose GPUs are joined by NVLink: its plans use NVLink between GPUs, and traffic to the network crosses PCIe. So
+``network`` links join each NIC directly to the GPUs that it serves; the other GPUs relay over NVLink. Such a link is as
+fast as the PCIe path and the NIC allow, the NIC's wire as the NIC and its PCIe slot. A PCIe link on the path of several
+NICs counts for each with an even part. The plugs of the NICs are left out; the other PCIe links stay for plans inside
+the server. Not modelled: such a plan and network traffic at the same time. A NIC of several GPUs becomes two devices,
+``nic0.tx`` that sends and ``nic0.rx`` that receives: through one device the GPUs could exchange data, and its PCIe slot
+would count twice. Other servers keep their PCIe tree with the NICs in it; a NIC without a place is at the CPUs above
+its GPUs.
 
 A NIC serves the nearest GPUs in the PCIe tree: fewest hops, never through another GPU. NICs with the same nearest GPUs
 share them in order. NICs without a place on PCIe are spread evenly. The places are those of the whole machine, for any
@@ -206,7 +207,8 @@ def wire_server(
         raise UsageError(f"nic_access {access!r} is unknown; use one of {', '.join(NIC_ACCESS)}")
     part = machine.subset(gpus)
     there = set(part.gpus)
-    tree_carries = access == "pcie" and not any(link.channel == "nvlink" for link in machine.links)
+    has_nvlink = any(link.channel == "nvlink" for link in machine.links)
+    tree_carries = access == "pcie" and not (has_nvlink and _nvlink_joins(part))
     idle: tuple[str, ...] = ()
     if access == "direct":
         everywhere = dict.fromkeys(machine.gpus, ())
@@ -216,12 +218,21 @@ def wire_server(
         places = nic_places(machine, gpus if served is None else served, nics, idle=idle)
     plugged = {place.name for place in places if tree_carries and any(place.paths.values())}
     speed = _shared_speeds(machine, places)
+    sockets = {
+        place.name: _sockets(part, place) if tree_carries and place.name not in plugged else ()
+        for place in places
+    }
     sides = {place.name: _sides(place, place.name in plugged) for place in places}
     wires: list[Link] = []
     ports: list[NicPort] = []
     for place in places:
         sender, receiver = sides[place.name][0], sides[place.name][-1]
         if place.name in plugged:
+            ports.append(NicPort(place.number, sender, receiver, rate, rate))
+            continue
+        if sockets[place.name]:
+            wires += [Link(cpu, sender, "pcie", rate) for cpu in sockets[place.name]]
+            wires += [Link(receiver, cpu, "pcie", rate) for cpu in sockets[place.name]]
             ports.append(NicPort(place.number, sender, receiver, rate, rate))
             continue
         for gpu, path in place.paths.items():
@@ -239,6 +250,33 @@ def wire_server(
     return WiredServer(
         devices, (*kept, *wires), wanted, tuple(ports), _notes(machine, nics, ports, rate, places, idle)
     )
+
+
+def _sockets(part: Topology, place: NicPlace) -> tuple[str, ...]:
+    """Return the CPUs above the GPUs of a NIC without a place, of a server whose PCIe tree carries its traffic.
+
+    Links between these GPUs and the NIC would leave the PCIe tree out of a plan, or count the GPUs' slots twice.
+    """
+    above: dict[str, list[str]] = {}
+    for link in part.links:
+        if link.channel == "pcie":
+            above.setdefault(link.src, []).append(link.dst)
+    cpus = {device.name for device in part.devices if device.kind == "cpu"}
+    found: dict[str, None] = {}
+    for gpu in place.paths:
+        seen, level = {gpu}, [gpu]
+        while level and not cpus & set(level):
+            level = [
+                top
+                for name in level
+                for top in above.get(name, ())
+                if top not in part.gpus and top not in seen
+            ]
+            seen.update(level)
+        if not level and gpu in part.gpus:
+            return ()
+        found.update(dict.fromkeys(name for name in level if name in cpus))
+    return tuple(found)
 
 
 def far_nics(machine: Topology) -> tuple[str, ...]:
@@ -276,6 +314,21 @@ _AMPERE = 80
 
 _SWITCHES = 1
 """`path_kind` of a NIC that PCIe switches alone join to a GPU, PXB: through such a GPU others send (PXN)."""
+
+
+def _nvlink_joins(machine: Topology) -> bool:
+    """Return whether paths of NVLinks join all GPUs of a server."""
+    out: dict[str, list[str]] = {}
+    for link in machine.links:
+        if link.channel == "nvlink":
+            out.setdefault(link.src, []).append(link.dst)
+    reached = dict.fromkeys(machine.gpus[:1])
+    waiting = list(reached)
+    for name in waiting:
+        new = [end for end in out.get(name, ()) if end not in reached]
+        reached.update(dict.fromkeys(new))
+        waiting += dict.fromkeys(new)
+    return reached.keys() >= set(machine.gpus)
 
 
 def nvlink_neighbours(links: Iterable[Link], gpus: Iterable[str]) -> dict[str, set[str]]:

@@ -25,7 +25,7 @@ from topoplan.errors import Note, kind_of, warning
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.routing import has_peer_access, named_peers, refused_pairs, unstaged
 from topoplan.machine.topology import REFUSED, Device, Link, Topology, TopologyLike, as_topology
-from topoplan.machine.variants import equivalent_servers
+from topoplan.machine.variants import equivalent_servers, nic_name
 from topoplan.operate.faults import SLOW, Ends, Fault, Kind, compared, lower_median, most_have
 from topoplan.operate.resemblance import (
     ALIKE,
@@ -60,7 +60,10 @@ def _pcie_faults(server: Topology, found: Resemblance) -> list[Fault]:
     """Return links of the host that are slower than others of their sort, or run one way."""
     sorts: dict[tuple[str, ...], dict[Ends, Link]] = {}
     for link in server.links:
-        if link.channel in ("pcie", "c2c"):
+        sides = [
+            end for end in (link.src, link.dst) if nic_name(end) != end
+        ]  # of a NIC whose place is unknown
+        if link.channel in ("pcie", "c2c") and not sides:
             sorts.setdefault(_sort(server, link), {})[link.src, link.dst] = link
     faults = []
     for sort, have in sorts.items():

@@ -69,7 +69,8 @@ def test_blinks_projection_of_figure_19b(gbps: float, rate: float) -> None:
 def test_gpus_do_not_talk_to_each_other_through_their_nic() -> None:
     """GPUs 1 and 4 have no NVLink: what they share is the NIC's 50 GB/s, and a broadcast enters it for each of them."""
     pair = cluster([Server(V100S, [1, 4], count=2)], nic_gbps=400, nics=1, nic_access="direct")
-    assert topoplan.plan(pair, "broadcast").bound == 25
+    assert topoplan.plan(pair, "broadcast", channels="nvlink+network").bound == 25
+    assert topoplan.plan(pair, "broadcast").bound == 25 + 8  # and what the link between their CPUs carries
     with pytest.raises(InfeasibleError, match=r"s0\.gpu1"):
         usable_fabric(topoplan.without_devices(pair, ["switch0"]).subset([0, 1]), channels="nvlink+network")
 
@@ -108,6 +109,7 @@ def test_nics_behind_one_pcie_link_have_an_even_part_of_it() -> None:
         *((f"nic{i}", "pcie0", "pcie", 24.0) for i in range(3)),
         ("pcie0", "cpu0", "pcie", 24.0),
         ("gpu0", "gpu1", "nvlink", 50.0),
+        ("gpu1", "gpu2", "nvlink", 50.0),
     )
     wired = wire_server(box, None, nics=None, rate=25.0, access="pcie")
     assert [(port.out, port.back) for port in wired.ports] == [(8.0, 8.0)] * 3
@@ -569,3 +571,32 @@ def test_machines_are_servers_too() -> None:
             UsageError, match=r"servers must be a sequence, got one .*; write \[Server\(machine\)\]"
         ):
             cluster(one, nics=1, nic_gbps=100)  # type: ignore[arg-type]
+
+
+def _of_two(name: str, **network: Any) -> topoplan.Topology:
+    return topoplan.cluster([topoplan.Server(name, count=2)], nic_gbps=400, **network)
+
+
+@pytest.mark.parametrize(
+    ("name", "access", "channels", "busbw"),
+    [
+        ("rtx-pro-6000-x4", "pcie", ("pcie", "network"), 52),  # the slot of a GPU
+        ("rtx-pro-6000-2x4", "pcie", ("pcie", "network"), 52),
+        ("rtx-pro-6000-x4", "direct", ("pcie", "network"), 64.5),
+        ("rtx3090-bridges-x4", "pcie", ("all", "network"), 175 / 3),
+        ("a100-pcie-bridges-x8", "direct", ("all", "network"), 53.75),
+        ("dgx-1v", "pcie", ("nvlink", "network"), 45 / 2),
+    ],
+)
+def test_gpus_of_a_server_that_nvlink_does_not_join_use_pcie(
+    name: str, access: str, channels: tuple[str, ...], busbw: float
+) -> None:
+    plan = topoplan.plan(_of_two(name, nic_access=access, nics=None if name != "dgx-1v" else 1))
+    assert (plan.channels, plan.gap) == (channels, 0)
+    assert plan.busbw == pytest.approx(busbw)
+
+
+def test_allocations_count_the_slots_of_gpus_with_nics_of_their_own_once() -> None:
+    plan = topoplan.plan(_of_two("dgx-1v"), gpus=[0, 7, 8, 15])
+    # Four slots of 12 GB/s send each byte six times.
+    assert (plan.channels, plan.algbw) == (("nvlink", "network"), 8)

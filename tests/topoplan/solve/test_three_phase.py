@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 
@@ -29,6 +30,7 @@ from topoplan.plans.shards import ImageShards
 from topoplan.solve.packing.composition import compose
 
 V100S = topoplan.load("dgx-1v")
+NVLINK_ALONE = replace(V100S, links=tuple(link for link in V100S.links if link.channel == "nvlink"))
 
 
 def blinks_pair(gbps: float, first: object = (4, 5, 7), second: object = (1, 2, 4, 5, 7)) -> Topology:
@@ -293,7 +295,7 @@ def test_three_phases_compete_by_size_only_over_servers() -> None:
     assert [(one.rate, one.bound) for one in plans if one.schedule == "three-phase"] == [(25.0, 37.5)]
     plans, _ = candidates(V100S, gpus=[0, 1, 2])
     assert "three-phase" not in {one.schedule for one in plans}
-    _, notes = candidates(cluster([Server(V100S, [1, 4], count=2)], nic_gbps=100))
+    _, notes = candidates(cluster([Server(NVLINK_ALONE, [1, 4], count=2)], nic_gbps=100))
     assert any(note.startswith("no three phases: three phases need the GPUs of s0 conn") for note in notes)
 
 
@@ -316,8 +318,12 @@ def test_servers_that_are_no_stars_are_composed_first(collective: str) -> None:
 
 
 def test_a_server_that_is_not_connected_inside_is_refused() -> None:
-    """GPUs 1 and 4 of a DGX-1V share no NVLink: the cut is named."""
-    pair = cluster([Server(V100S, [1, 4], count=2)], nic_gbps=100)
+    """GPUs 1 and 4 of a DGX-1V share no NVLink: the cut is named. PCIe would join them."""
+    assert topoplan.three_phase(cluster([Server(V100S, [1, 4], count=2)], nic_gbps=100)).channels == (
+        "pcie",
+        "network",
+    )
+    pair = cluster([Server(NVLINK_ALONE, [1, 4], count=2)], nic_gbps=100)
     with refused(InfeasibleError, "no nvlink path leads from {s0.gpu1} to {s0.gpu4}") as caught:
         topoplan.three_phase(pair)
     cut = caught.value.cut  # type: ignore[attr-defined]
