@@ -190,6 +190,6 @@ def test_servers_that_do_not_carry_what_their_ports_take_are_refused() -> None:
         InfeasibleError, match="own links carry what their ports take, 50 GB/s, which these do not"
     ):
         plan_by_kind(cluster, "broadcast")
-    narrow = servers(pcie_only("v100x4"), (40, 50), nics=4, nic_gbps=20)
+    narrow = servers(pcie_only("v100x4"), (40, 50), nics=4, nic_gbps=20, nic_access="direct")
     report = verify_by_kind(plan_by_kind(narrow, "broadcast"))
     assert report.exact_rate == report.exact_bound == Fraction(10)
