@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from topoplan.cli import arguments
-from topoplan.cli.machine_options import add_all_options
+from topoplan.cli.machine_options import FAULT_OPTIONS, add_all_options
 from topoplan.cli.output import (
     Answer,
     folded,
@@ -50,7 +50,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     """Diagnose a machine and rate its faults. Exit status 0 if none costs bandwidth, 1 if one does or is not rated."""
     asked = dict.fromkeys((DEFAULT_COLLECTIVE, check_collective(options.collective)))
-    found = diagnose(_machine(options))
+    found = diagnose(_machine(options), sound=_sound(options))
     with progress_line("planning") as progress:
         costs = {collective: costs_of(found, collective, progress=progress) for collective in asked}
     costly = [fault for i, fault in enumerate(found.faults) if _costs(i, costs)]
@@ -96,6 +96,14 @@ def _machine(options: argparse.Namespace) -> Topology:
         return read_machine(options).topology
     arguments.refuse_without(options, dict.fromkeys(DESCRIPTION_OPTIONS, "TOPO"))
     return apply_machine_options(options, probe()).topology
+
+
+def _sound(options: argparse.Namespace) -> Topology | None:
+    """Return the machine of TOPO without the listings and options that name faults; None if there are none."""
+    named = [name for name in FAULT_OPTIONS if getattr(options, name, None)]
+    if options.topo is None or not named:
+        return None
+    return read_machine(argparse.Namespace(**{**vars(options), **dict.fromkeys(named)})).topology
 
 
 def _object(
@@ -199,6 +207,8 @@ def _other_notes(found: Diagnosis) -> list[str]:
 def _resembles(found: Diagnosis) -> str:
     if is_designed(found.topology):
         return "with nothing: it states neither its source nor models of GPUs, so its links are as designed"
+    if not found.resembles and found.before:
+        return "with itself without these listings and options: it resembles no machine of the library"
     if not found.resembles:
         return "with itself: it resembles no machine of the library, so a loss that it shows everywhere is not seen"
     servers = max(1, len(found.topology.servers))

@@ -86,8 +86,8 @@ The same figure gives the same bytes."""
 _CHANNELS = """\
 --channels CH chooses the links that a plan may use.
   auto            NVLink if it connects the GPUs, else NVLink islands with the
-                  PCIe between them, else PCIe, else NVLink and the network,
-                  else PCIe and the network
+                  PCIe between them, else PCIe; over servers with the network,
+                  for the GPUs of each server
   nvlink          NVLink only
   pcie            PCIe only
   nvlink+network  NVLink in servers, the network between them

@@ -7,7 +7,7 @@ rank is two edges of a tree. The NIC or CPU of a third server forwards only if i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -417,9 +417,7 @@ def usable_fabric(
         )
     for choice in CHANNEL_CHOICES[channels]:
         fabric = Fabric(staged(topology) if STAGED in choice else topology, choice)
-        if channels == "auto" and fabric.union and not _has_islands(topology):
-            continue
-        if channels == "auto" and choice == ("nvlink", "network") and _needs_pcie(topology):
+        if channels == "auto" and not is_default(choice, [topology]):
             continue
         if not fabric.unreachable(collective, root):
             return fabric
@@ -430,6 +428,13 @@ def _states_pcie(topology: Topology) -> bool:
     return any(link.channel in CHANNEL_LINKS["pcie"] for link in topology.links)
 
 
+def is_default(choice: tuple[str, ...], parts: Sequence[Topology]) -> bool:
+    """Return whether ``auto`` takes a choice of channels for allocations planned together, if it joins their ranks."""
+    if choice[0] == ALL:
+        return any(map(_has_islands, parts))
+    return choice != ("nvlink", "network") or not any(map(_needs_pcie, parts))
+
+
 def _needs_pcie(topology: Topology) -> bool:
     """Return whether PCIe joins GPUs of a server that NVLink does not: they need no NIC to reach one another.
 
@@ -437,20 +442,35 @@ def _needs_pcie(topology: Topology) -> bool:
     """
     if not _states_pcie(topology):
         return False
-    every, nvlink = Fabric(topology, (ALL,)), Fabric(topology, ("nvlink",))
-    nics: dict[str, set[str]] = {name: set() for name in every.ranks}
+    nics: dict[str, set[str]] = {name: set() for name in topology.gpus}
+    nvlink: dict[str, list[str]] = {}
+    inside: dict[str, list[str]] = {}
     for link in topology.links:
-        if link.channel == "network" and link.src in nics:
+        if link.channel != "network":
+            inside.setdefault(link.src, []).append(link.dst)
+        elif link.src in nics:
             nics[link.src].add(link.dst)
-    left = set(range(every.size))
+        if link.channel == "nvlink":
+            nvlink.setdefault(link.src, []).append(link.dst)
+    left = list(topology.gpus)
     found = False
     while left:
-        first = min(left)
-        server, beside = (left & one.reached_from(first, forward=True) for one in (every, nvlink))
-        if any(nics[every.ranks[rank]] != nics[every.ranks[first]] for rank in server):
+        server, beside = (reached(out, left[0]) for out in (inside, nvlink))
+        gpus = [name for name in left if name in server]
+        if any(nics[name] != nics[left[0]] for name in gpus):
             return False
-        found |= server != beside
-        left -= server
+        found |= not beside.issuperset(gpus)
+        left = [name for name in left if name not in server]
+    return found
+
+
+def reached(out: Mapping[str, Iterable[str]], start: str) -> set[str]:
+    """Return the devices that a device reaches, with itself; out: the devices next to each."""
+    found, waiting = {start}, [start]
+    for name in waiting:
+        new = [end for end in dict.fromkeys(out.get(name, ())) if end not in found]
+        found.update(new)
+        waiting += new
     return found
 
 

@@ -30,6 +30,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 from topoplan.errors import Note, UsageError
+from topoplan.machine.fabric import reached
 from topoplan.machine.hardware import gpu_identity
 from topoplan.machine.topology import Device, Link, Topology, without_named
 from topoplan.machine.variants import SIDES
@@ -322,13 +323,7 @@ def _nvlink_joins(machine: Topology) -> bool:
     for link in machine.links:
         if link.channel == "nvlink":
             out.setdefault(link.src, []).append(link.dst)
-    reached = dict.fromkeys(machine.gpus[:1])
-    waiting = list(reached)
-    for name in waiting:
-        new = [end for end in out.get(name, ()) if end not in reached]
-        reached.update(dict.fromkeys(new))
-        waiting += dict.fromkeys(new)
-    return reached.keys() >= set(machine.gpus)
+    return all(reached(out, gpu).issuperset(machine.gpus) for gpu in machine.gpus[:1])
 
 
 def nvlink_neighbours(links: Iterable[Link], gpus: Iterable[str]) -> dict[str, set[str]]:

@@ -32,6 +32,7 @@ from topoplan.operate.resemblance import (
     Resemblance,
     counted_nvlinks,
     resemblance,
+    server_nvlinks,
     shape_of,
     wire_of_model,
 )
@@ -290,7 +291,7 @@ _WIRED = re.compile(r"SXM[3-9]|HBM3|GB[23]00|MI3\d\dX")
 def nvlink_faults(server: Topology, found: Resemblance) -> list[Fault]:
     """Return missing and slow NVLinks, compared with the library machine, else with the usual ones."""
     have = {(link.src, link.dst): link for link in counted_nvlinks(server, found.wire)}
-    if not have:
+    if not have and not found.wires:
         return _dark(server)
     if found.wires:
         wanted = {(link.src, link.dst): link for link in found.wires}
@@ -309,8 +310,13 @@ def _dark(server: Topology) -> list[Fault]:
     """Return all GPUs of a server without NVLink, if their boards have it; GPUs in MIG mode have none."""
     gpus = [server.device(gpu) for gpu in server.gpus]
     wired = len(gpus) > 1 and all(_WIRED.search(gpu.model) and not gpu.fact("mig") for gpu in gpus)
+    return [_no_nvlink(server)] if wired else []
+
+
+def _no_nvlink(server: Topology) -> Fault:
+    """Return the fault of a server without NVLink that should have some."""
     should_be = "some, as on every such board (is the fabric manager running?)"
-    return [Fault("no NVLink", server.gpus, "no NVLink", should_be)] if wired else []
+    return Fault("no NVLink", server.gpus, "no NVLink", should_be)
 
 
 def _usual_ports(server: Topology, have: Mapping[Ends, Link]) -> dict[Ends, Link]:
@@ -401,6 +407,7 @@ class Diagnosis:
     unknown: servers that resemble no machine of the library; the machine's name if it names no servers.
     assumed: GB/s of an NVLink if the description does not state it, else 0.
     alike: if it is assumed, the machines with as many NVLinks of another rate, and that rate in GB/s.
+    before: whether it is compared with its description before listings and options.
     """
 
     topology: Topology
@@ -412,6 +419,7 @@ class Diagnosis:
     unknown: tuple[str, ...] = ()
     assumed: float = 0.0
     alike: tuple[tuple[str, float], ...] = ()
+    before: bool = False
 
     @property
     def healthy(self) -> bool | None:
@@ -421,8 +429,11 @@ class Diagnosis:
         return None if self.unknown or self.places or is_designed(self.topology) else True
 
 
-def diagnose(topology: TopologyLike) -> Diagnosis:
+def diagnose(topology: TopologyLike, *, sound: Topology | None = None) -> Diagnosis:
     """Return the faults of a machine or cluster.
+
+    sound: the machine before listings and options took NVLinks from it; tells what those of a server that resembles no
+    machine of the library should be.
 
     >>> import topoplan
     >>> found = diagnose(topoplan.without_links("dgx-1v", ["gpu0-gpu3"]))
@@ -440,16 +451,26 @@ def diagnose(topology: TopologyLike) -> Diagnosis:
     designed = is_designed(topology)
     classes = equivalent_servers(topology) or (("",),)
     insides = _servers(unstaged(topology), [server for server, *_ in classes])
+    before = insides if sound is None else _servers(unstaged(sound), [server for server, *_ in classes])
     unlike: set[Hashable] = set()
-    for (server, *others), inside in zip(classes, insides, strict=True):
+    for (server, *others), inside, whole in zip(classes, insides, before, strict=True):
         form = _form(inside)
         found = Resemblance() if not inside.gpus or form in unlike else resemblance(inside)
+        if whole is not inside and (found.machine is None or found.exact):
+            found = replace(found, wires=_left(whole, inside))
         first = found if first is None else first
         if found.machine is None and inside.gpus:
             unlike.add(form)
             unknown += [name or topology.name for name in (server, *others)]
         if not designed:
-            faults += [_in_all(fault, server, others) for fault in _server_faults(inside, found)]
+            own = _server_faults(inside, found)
+            if (
+                server_nvlinks(whole)
+                and not server_nvlinks(inside)
+                and not any(one.kind == "no NVLink" for one in own)
+            ):
+                own.append(_no_nvlink(inside))
+            faults += [_in_all(fault, server, others) for fault in own]
     faults += _rows(topology) + _unreachable(topology)
     faults += _stated_faults(topology, faults)
     first = first or Resemblance()
@@ -466,7 +487,14 @@ def diagnose(topology: TopologyLike) -> Diagnosis:
         tuple(unknown),
         first.assumed,
         first.alike,
+        sound is not None,
     )
+
+
+def _left(whole: Topology, server: Topology) -> tuple[Link, ...]:
+    """Return the NVLinks that a server had between the devices that are left."""
+    names = {device.name for device in server.devices}
+    return tuple(link for link in server_nvlinks(whole) if {link.src, link.dst} <= names)
 
 
 def is_designed(topology: Topology) -> bool:

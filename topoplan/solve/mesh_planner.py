@@ -18,7 +18,7 @@ from functools import cached_property
 from math import lcm, prod
 
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.machine.fabric import CHANNEL_CHOICES, Fabric
+from topoplan.machine.fabric import CHANNEL_CHOICES, Fabric, is_default
 from topoplan.machine.topology import TopologyLike
 from topoplan.plans.build import Allocation
 from topoplan.plans.certificates.certificate import Lengths
@@ -375,6 +375,12 @@ def mesh_weights(
 def _choice(parts: Sequence[Allocation], channels: str) -> tuple[str, ...]:
     """Return the first choice of links that joins the ranks of every group."""
     for choice in CHANNEL_CHOICES[channels]:
+        if (
+            channels == "auto"
+            and "network" in choice
+            and not is_default(choice, [part.topology for part in parts])
+        ):
+            continue
         fabrics = [Fabric(part.topology, choice) for part in parts]
         if not any(
             fabric.unreachable(part.collective, part.root)

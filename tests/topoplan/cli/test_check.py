@@ -94,6 +94,13 @@ def test_a_fault_that_costs_nothing_is_named_and_not_wrong(done: Done, told: Tol
     assert (found["healthy"], fault["wrong"], fault["rated"]) == (False, False, True)
 
 
+def test_links_that_are_all_slow_by_options_are_compared_with_the_machine_before(told: Told) -> None:
+    slow = [f"gpu{gpu}-nvswitch0" for gpu in range(8)]
+    found = told(f"check dgx-a100 {' '.join(f'--slow-link {link}=3' for link in slow)}", status=1)
+    assert faults_of(found) == [("link slow", link.split("-")) for link in slow]
+    assert (found["healthy"], told("check dgx-a100")["faults"]) == (False, [])
+
+
 @pytest.mark.parametrize(("name", "link"), [("dgx-1v", "pcie0-gpu0"), ("dgx-h100", "gpu3-pcie3")])
 def test_a_slow_pcie_link_that_no_rated_plan_crosses_is_wrong(run: Run, name: str, link: str) -> None:
     """An all_reduce over NVLink says nothing about a card at 3 GB/s: not rated, exit status 1."""

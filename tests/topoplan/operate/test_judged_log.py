@@ -333,6 +333,20 @@ def test_a_run_that_collapses_at_large_sizes_is_slow_by_those_sizes() -> None:
         assert "at 4GB" in verdict.text
 
 
+def test_large_rows_that_differ_by_place_are_doubted() -> None:
+    (run,) = parse_perf_runs(PerfLog(rate=275, sizes=[1 << 20, 1 << 30]).text())
+    rows = []
+    for row in run.rows:
+        assert row.in_place is not None
+        assert row.out_of_place is not None
+        rows.append(replace(row, in_place=replace(row.in_place, seconds=3 * row.out_of_place.seconds)))
+    doubted = judge(replace(run, rows=tuple(rows)), H100S, partial(known, H100S)).warnings
+    assert [str(one) for one in doubted if "place" in one] == [
+        f"line {run.rows[1].line}: 1GB takes 3 times as long in place as out of place; the verdict is of the times "
+        "out of place"
+    ]
+
+
 def test_wrong_results_in_place_or_in_the_summary_decide() -> None:
     (run,) = parse_perf_runs(PerfLog(rate=275, sizes=[1 << 30]).text())
     (row,) = run.rows

@@ -27,7 +27,7 @@ from math import comb, prod
 import numpy as np
 
 from topoplan.errors import UsageError
-from topoplan.machine.fabric import ALL, CHANNEL_CHOICES, Fabric
+from topoplan.machine.fabric import ALL, CHANNEL_CHOICES, Fabric, is_default
 from topoplan.machine.fabric_structure import LabelledGraph, machine_labelled_graph
 from topoplan.machine.permutation_groups import Integers
 from topoplan.machine.topology import Topology, TopologyLike, as_topology
@@ -99,11 +99,13 @@ def allocation_classes(
         tried = (*tried, *choice)
         wiring = machine_labelled_graph(topology, choice)
         # by default a plan takes PCIe beside NVLink only if NVLink joins some of the GPUs
-        islands = channels == "auto" and choice == (ALL,)
+        islands = channels == "auto" and choice[0] == ALL
         pairs = Fabric(topology, choice).nvlink_pairs if islands else None
         takes: Callable[[tuple[int, ...]], bool] = partial(_takes, wiring, pairs)
         if Fabric(topology, choice).has_transit:
             takes = partial(_takes_routes, topology, choice, takes)
+        if channels == "auto" and choice == ("nvlink", "network"):
+            takes = partial(_takes_by_default, topology, choice, takes)
         # swaps must preserve earlier channels too, which decide whether this one is used
         groups = interchangeable_groups(machine_labelled_graph(topology, tried))
         _check_number(topology, groups, left)
@@ -190,6 +192,16 @@ def _takes(wiring: LabelledGraph, pairs: frozenset[tuple[int, int]] | None, gpus
     """Return whether the links join the GPUs, and one of ``pairs`` is among them (None for any GPUs)."""
     islands = pairs is None or any((a, b) in pairs for a in gpus for b in gpus)
     return islands and connects(wiring, gpus)
+
+
+def _takes_by_default(
+    topology: Topology,
+    choice: tuple[str, ...],
+    takes: Callable[[tuple[int, ...]], bool],
+    gpus: tuple[int, ...],
+) -> bool:
+    """Return `_takes` without allocations for which ``auto`` takes a later choice."""
+    return takes(gpus) and is_default(choice, [topology.subset(gpus)])
 
 
 def _takes_routes(

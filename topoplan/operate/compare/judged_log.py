@@ -27,6 +27,10 @@ DIP = 1.5
 """Ratio to the time of a larger size above which a row is doubted: a change of protocol explains less."""
 
 
+LARGE = 1 << 24
+"""Bytes from which both places of a row should take about as long."""
+
+
 @dataclass(frozen=True, slots=True)
 class JudgedRow:
     """A row of a log.
@@ -359,6 +363,18 @@ def _doubts(rows: Sequence[JudgedRow], ranks: int) -> list[str]:
             above = _above(found, rate)
             if above:
                 doubt(above[0], f"{where}: {above[1]}", rate / found.best)
+    for row in (one.row for one in rows):
+        if row.out_of_place and row.in_place and row.size >= LARGE:
+            out, inside = row.out_of_place.seconds, row.in_place.seconds
+            if max(out, inside) > DIP * min(out, inside):
+                slower, other = ("in", "out of") if inside > out else ("out of", "in")
+                times = max(out, inside) / min(out, inside)
+                doubt(
+                    "places",
+                    f"line {row.line}: {format_size(row.size)} takes {times:.3g} times as long {slower} place as "
+                    f"{other} place; the verdict is of the times out of place",
+                    times,
+                )
     alike: dict[tuple[str, str, int | None], list[LoggedRow]] = {}
     for row in sorted((one.row for one in rows), key=lambda row: row.size):
         alike.setdefault((row.type, row.redop, row.root), []).append(row)
