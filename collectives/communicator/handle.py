@@ -64,8 +64,7 @@ class Handle(Generic[Result]):
     def among(self) -> tuple[int, ...]:
         """The original ranks whose arrays are in the result; valid once it is done.
 
-        The same on all ranks, which `Communicator.size` need not be: a rank may have had its result just before the
-        others excluded a failed rank. Empty if nothing was exchanged.
+        The same on all ranks. Empty if nothing was exchanged.
         """
         return self._outcome.among
 

@@ -83,12 +83,15 @@ class GroupCollectives:
     """Collectives for which a wait has timed out."""
 
     def rank(self) -> int:
-        """Return this process's rank among the survivors."""
-        return self.inner.rank()
+        """Return this process's rank among the survivors, as `size`."""
+        return self.inner.rank() if self.communicator is None else self.communicator.rank
 
     def size(self) -> int:
-        """Return the number of survivors."""
-        return self.inner.size()
+        """Return the number of survivors: between two collectives the same on all of them.
+
+        DDP divides by it before it adds gradients up: ranks with other numbers would scale theirs otherwise.
+        """
+        return self.inner.size() if self.communicator is None else self.communicator.size
 
     @property
     def _in_order(self) -> CallQueue:
@@ -488,8 +491,14 @@ class GroupCollectives:
         )
 
     def send(self, tensors: Any, *where: Any) -> Any:
+        self._check_numbers()
         lines = [one if one.is_contiguous() else line_of(one) for one in tensors]
         return self._one_way(self.inner.send(lines, *where), lines, None)
+
+    def _check_numbers(self) -> None:
+        """Raise `BackendError` if the inner group already counts fewer ranks than callers do."""
+        if self.communicator is not None:
+            self.communicator._check_numbers()
 
     def recv(self, tensors: Any, *where: Any) -> Any:
         return self._received(self.inner.recv, tensors, *where)
@@ -690,6 +699,7 @@ class GroupCollectives:
         return self._record(PlannedWork(handle, future, results, self._timed_out.append), opts)
 
     def _received(self, receive: Callable[..., Any], tensors: list[torch.Tensor], *where: Any) -> Any:
+        self._check_numbers()
         check_results(tensors, "tensor")
         lines = [one if one.is_contiguous() else line_of(one) for one in tensors]
         return self._one_way(receive(lines, *where), lines, tensors)

@@ -214,6 +214,7 @@ class ProcessGroupTopoplan(GroupCollectives):
                     self.communicator = Communicator(
                         verdict.plan, backend, timeout=self._timeout, on_failure=on_failure
                     )
+                    self.communicator._members.renumbered = self._renumber
                     on_error.pop_all()
                 self.goes_on = on_failure == "shrink"
         return self.communicator is not None
@@ -256,6 +257,8 @@ class ProcessGroupTopoplan(GroupCollectives):
             if self.inner is not inner:
                 self._use(inner)
             raise
+        self.communicator._members.renumbered = self._renumber
+        self._renumber()
         alone.close()
 
     def drop_lost_groups(self) -> None:
@@ -276,9 +279,12 @@ class ProcessGroupTopoplan(GroupCollectives):
             self.inner.abort()
         self._lost.append(self.inner)
         self.inner = self.carrier = group
+
+    def _renumber(self) -> None:
+        """Tell torch the numbers of ranks that `rank` and `size` count."""
         numbers: dict[Any, dict[int, int]] = dist.distributed_c10d._world.pg_group_ranks
         if self in numbers:
-            numbers[self] = {rank: rank for rank in range(group.size())}
+            numbers[self] = {rank: rank for rank in range(self.size())}
 
 
 def _delegated(name: str) -> Callable[..., Any]:
