@@ -221,8 +221,11 @@ def test_ddp_divides_alike_on_all_ranks_while_one_alone_knows_of_a_failure(
 ) -> None:
     """It divides by the number of ranks before it adds up: a lone rank with another number would scale its part."""
     what = Training(3, {1: 3}, group="topoplan", hook=None, momentum=0.5, learns=learns)
-    for one in lived(what, tmp_path).values():
+    for rank, one in lived(what, tmp_path).items():
         assert one["sizes"] == [3] * 3 + [2] * 9
+        assert one["misfit"] == (
+            "RefusedError" if rank else "UsageError"
+        )  # of `grow` with a tensor on rank 0
         wanted = expected(what, rescaled=False, divided_late=True)
         assert furthest(one["parameters"], wanted) < 1e-12
 

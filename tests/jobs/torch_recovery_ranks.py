@@ -26,7 +26,7 @@ from collectives.torch import HookState, grow, join_token
 from collectives.training.exchange_settings import Shrink, current_options
 from tests.support.forking import forking
 from tests.support.ports import free_port
-from topoplan.errors import BackendError, UsageError
+from topoplan.errors import BackendError, TopoplanError, UsageError
 
 STEPS, SECONDS, LIMIT_SECONDS = 12, 20.0, 150.0
 """Of training; timeout of the ranks; what has not reported by then hangs."""
@@ -240,6 +240,11 @@ def trained(me: int, what: Training, door: Path, *, comes: bool) -> dict[str, An
         state.close()
     if what.group == "topoplan":
         ones = torch.ones(3)
+        if what.learns is not None:
+            try:
+                grow(model if dist.get_rank() else ones)
+            except TopoplanError as error:
+                found["misfit"] = type(error).__name__
         dist.all_reduce(ones)
         dist.barrier()
         numbers = [0] * dist.get_world_size()
