@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,7 @@ from collectives.backends.request import request
 from collectives.backends.uneven_exchange import GATHER, SCATTER, uneven_call
 from collectives.communicator.block_sums import sum_blocks
 from collectives.communicator.collective_methods import DenseCollectives, SparseCollectives
-from collectives.communicator.handle import CallQueue, Handle, PreparedCall, StepBatch, in_step
+from collectives.communicator.handle import CallQueue, Handle, PreparedCall, StepBatch, behind, in_step
 from collectives.communicator.job_plan import PlanLike, not_a_plan, open_backend_for_plan
 from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.recovery.arrivals import ArrivalReport, arrival_report, own_arrivals
@@ -675,7 +675,11 @@ class Communicator(DenseCollectives, SparseCollectives):
                 raise error
             return result
 
-        return self._in_order.submit(run).then(found)
+        started = self._in_order.submit(run)
+        started.alone = lambda error: None  # what `found` raises is of all ranks
+        handle = started.then(found)
+        handle.alone = self._in_order.leave
+        return handle
 
     def _check_job(self) -> None:
         """Raise the failure of the job if another rank has ended it; for tasks that wait for another library."""
@@ -878,9 +882,13 @@ class Communicator(DenseCollectives, SparseCollectives):
         except BaseException as error:
             if self._in_order.begun == begun:
                 self._refuse_for(error)
-            elif not isinstance(error, TopoplanError):
-                self.abort(f"{refusal_text(error)} between two collectives")
+            else:
+                self._in_order.leave(error)
             raise
+
+    def _behind(self) -> AbstractContextManager[None]:
+        """End the job if this rank alone fails in a block behind a collective, whose result the others use."""
+        return behind(self._in_order.leave)
 
     def _refuse_for(self, error: BaseException) -> None:
         """Refuse a collective with all ranks if this one cannot read its arguments; its next call would meet theirs.

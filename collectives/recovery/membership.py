@@ -209,6 +209,11 @@ class CommunicatorMembers:
         if (now := self.now) is not None:
             now.fall_out(error, mark is None or mark == (now, now.exchanged))
 
+    def leave(self, error: BaseException) -> None:
+        """End the job after an error of this rank behind an exchange, unless it is of this package and of all ranks."""
+        if (now := self.now) is not None:
+            now.fall_out(error, False)
+
     def survivors(self, to: str) -> MembershipProtocol:
         """Return the membership protocol, to do something; UsageError if the back end has none."""
         backend = self.execution.backend

@@ -227,7 +227,9 @@ def sum_matrices(
     shapes = [one.shape for one in matrices[0]]
     borders = list(accumulate((one.size for one in matrices[0]), initial=0))
     sent = lines[0] if communicator.one_rank else lines
-    return Handle.around(communicator.all_reduce(sent, op=op, out=sent, async_op=async_op)).then(
+    return communicator._in_order.around(
+        communicator.all_reduce(sent, op=op, out=sent, async_op=async_op)
+    ).then(
         lambda _: [
             library.values(lines[0])[start:stop].reshape(shape).copy()
             for start, stop, shape in zip(borders, borders[1:], shapes, strict=False)
