@@ -809,15 +809,17 @@ def refuse_with_torch(record: logging.LogRecord) -> bool:
     while trace is not None:
         frames.append(trace.tb_frame)
         trace = trace.tb_next
-    asked = next((one for one in frames if one.f_code.co_name in (*ONE_CALL, *OBJECTS)), None)
-    if asked is None or error is None or isinstance(error, TopoplanError):
+    module = dist.distributed_c10d.__name__
+    asked = next((one for one in frames if one.f_globals.get("__name__") == module), None)
+    if asked is None or error is None or asked.f_code.co_name not in (*ONE_CALL, *OBJECTS):
         return True
-    by_group = any(str(one.f_globals.get("__name__")).startswith("collectives.") for one in frames[1:])
     names = {one.f_code.co_name for one in frames}
-    # a list too short for the result, or none, is found behind the last call
-    early = PICKLING in names or isinstance(error, (MemoryError, RuntimeError, ValueError))
-    if by_group or (asked.f_code.co_name in OBJECTS and (LOADING in names or not early)):
-        return True
+    if PICKLING not in names:
+        by_group = any(str(one.f_globals.get("__name__")).startswith("collectives.") for one in frames)
+        # a list too short for the result, or none, is found behind the last call
+        early = LOADING not in names and isinstance(error, (MemoryError, RuntimeError, ValueError))
+        if by_group or isinstance(error, TopoplanError) or (asked.f_code.co_name in OBJECTS and not early):
+            return True
     group = asked.f_locals.get("group")
     found = wrapping(dist.group.WORLD if group is None else group)
     if isinstance(found, GroupCollectives):

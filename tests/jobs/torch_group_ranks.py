@@ -56,6 +56,13 @@ class Unreadable:
         return read_or_fail, ()
 
 
+class Uncopied:
+    """An object of this package, by its error, that cannot be pickled."""
+
+    def __reduce__(self) -> str:
+        raise UsageError("no copy")
+
+
 def read_or_fail() -> str:
     if dist.get_rank() == 1:
         raise ValueError("not here")
@@ -91,6 +98,7 @@ def what_torch_refuses_on_one_rank_alone_all_ranks_refuse() -> None:
     calls: list[Callable[[], object]] = [
         lambda: gathered(unpicklable, fresh),
         lambda: gathered(unpicklable),
+        lambda: gathered(Uncopied() if rank == 1 else rank),
         lambda: dist.gather_object(unpicklable, found if rank == 0 else None, dst=0),
         lambda: dist.broadcast_object_list(list(listed), src=1),
         lambda: dist.scatter_object_list([None], listed, src=1),
@@ -100,7 +108,7 @@ def what_torch_refuses_on_one_rank_alone_all_ranks_refuse() -> None:
         lambda: dist.all_gather([torch.ones(2) for _ in range(size)], tensor),
         in_block,
     ]
-    own = (TypeError, ValueError, MemoryError)
+    own = (TypeError, ValueError, MemoryError, UsageError)
     for number, call in enumerate(calls):
         with pytest.raises(
             own if rank == 1 else RefusedError, match="" if rank == 1 else "rank 1 refused the"
