@@ -90,9 +90,20 @@ class Request(Generic[Array]):
     counts: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RanksAtCall(Generic[Array]):
+    """The ranks by whose numbers a caller makes a call, in place of a back end of fewer: see `Backend`."""
+
+    arrays: ArrayLibrary[Array]
+    ranks: tuple[int, ...]
+    size: int
+    one_rank: bool = True
+    helpers: None = None
+
+
 def request(
     collective: str,
-    backend: Backend[Array],
+    backend: Backend[Array] | RanksAtCall[Array],
     arrays: Any,
     *,
     out: Any,

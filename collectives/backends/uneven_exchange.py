@@ -22,6 +22,7 @@ from collectives.backends.backend import Backend
 from collectives.backends.request import (
     CallKind,
     Counts,
+    RanksAtCall,
     Request,
     check_inputs,
     check_outputs,
@@ -67,7 +68,7 @@ class UnevenCall(Generic[Array]):
 
 
 def uneven_call(
-    backend: Backend[Array],
+    backend: Backend[Array] | RanksAtCall[Array],
     method: str,
     arrays: Any,
     counts: Any,
@@ -128,7 +129,7 @@ def uneven_call(
     return call
 
 
-def _counts_of_ranks(backend: Backend[Any], counts: Any, name: str) -> Counts:
+def _counts_of_ranks(backend: Backend[Any] | RanksAtCall[Any], counts: Any, name: str) -> Counts:
     """Return the counts of each rank of this process."""
     listed = one_per_rank([counts] if backend.one_rank else counts, backend.ranks, name)
     return tuple(
@@ -301,7 +302,9 @@ def uneven_request(
     return Request(kind, call.inputs, _outputs(backend, call, received), counts=number)
 
 
-def _outputs(backend: Backend[Array], call: UnevenCall[Array], received: Counts) -> list[Array | None]:
+def _outputs(
+    backend: Backend[Array] | RanksAtCall[Array], call: UnevenCall[Array], received: Counts
+) -> list[Array | None]:
     """Return the arrays for results of these counts, which come from each rank."""
     library, first, out = backend.arrays, call.inputs[0], call.out
     lengths = [row[0] if call.method == REDUCE_SCATTER_V else sum(row) for row in received]

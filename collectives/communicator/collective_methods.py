@@ -442,7 +442,7 @@ class SparseCollectives(ABC):
         )
         if self._members.repeats:
             outcome = CollectiveOutcome()
-            task = partial(self._members.run_sparse_to_end, asked, membership.seats, outcome)
+            task = partial(self._members.run_sparse_to_end, asked, self._members.seats_at_call, outcome)
             return self._in_order.submit(task, outcome) if async_op else self._in_order.run(task)
         sparse = self._members.sparse
         with self._refusing():
@@ -519,7 +519,7 @@ class SparseCollectives(ABC):
         )
 
         def agreed() -> SparseExplanation:
-            self._members.execution.agree(collective="exchange_for", op=asked.about(exchange))
+            self._members.unrepeated.agree(collective="exchange_for", op=asked.about(exchange))
             return self._members.sparse.choose(asked)
 
         return self._in_order.run(agreed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,7 @@ from collectives.backends.request import request
 from collectives.backends.uneven_exchange import GATHER, SCATTER, uneven_call
 from collectives.communicator.block_sums import sum_blocks
 from collectives.communicator.collective_methods import DenseCollectives, SparseCollectives
-from collectives.communicator.handle import CallQueue, Handle, PreparedCall, StepBatch, in_step
+from collectives.communicator.handle import CallQueue, Handle, PreparedCall, StepBatch, behind, in_step
 from collectives.communicator.job_plan import PlanLike, not_a_plan, open_backend_for_plan
 from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.recovery.arrivals import ArrivalReport, arrival_report, own_arrivals
@@ -254,7 +254,7 @@ class Communicator(DenseCollectives, SparseCollectives):
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks whose arrays this process holds."""
-        return self._members.ranks
+        return self._members.own_ranks
 
     @property
     def rank(self) -> int:
@@ -263,8 +263,8 @@ class Communicator(DenseCollectives, SparseCollectives):
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
-        return len(self.plan.ranks)
+        """Number of ranks; between two collectives the same on all of them, also while only some know of a failure."""
+        return len(self._members.seats_at_call)
 
     @property
     def backend(self) -> str:
@@ -306,7 +306,7 @@ class Communicator(DenseCollectives, SparseCollectives):
     @property
     def original_ranks(self) -> tuple[int, ...]:
         """The original rank of each rank: its rank at the beginning, or that of the rank that it replaced."""
-        return self._members.membership.seats
+        return self._members.seats_at_call
 
     @property
     def slow_links(self) -> tuple[SlowLink | SlowRank, ...]:
@@ -366,7 +366,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         purpose = f"{axis} {mesh.digest}"
 
         def split() -> list[Communicator]:
-            if self.one_rank and len(set(self._open().gather_texts(purpose, "split"))) > 1:
+            if self.one_rank and len(set(self._members.unrepeated.gather_texts(purpose, "split"))) > 1:
                 raise UsageError("the ranks split by different meshes or axes; give all of them the same")
             made = backend.split([group.members for group in wanted])
             mine = [group for group in wanted if set(group.members) & set(self.ranks)]
@@ -416,7 +416,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         ...     first, call()[0].tolist()
         ([0.5, 1.0, 1.5, 2.0], [2.0, 2.0, 2.0, 2.0])
         """
-        execution, _ = present = self._members.present
+        present = self._members.present
         self._refuse_helper()
         name = check_collective(collective)
         if root is not None and name not in ROOTED:
@@ -425,7 +425,7 @@ class Communicator(DenseCollectives, SparseCollectives):
             raise UsageError(f"{name} has no reduction, got op {op!r}; leave op out")
         place = self._root(root) if name in ROOTED else None
         kind = op if name in REDUCTIONS else None
-        checked = request(name, execution.backend, arrays, out=out, op=kind, root=place)
+        checked = request(name, self._members.ranks_at_call, arrays, out=out, op=kind, root=place)
         return self._in_order.run(lambda: self._prepared_call(checked, present, name, place))
 
     def _prepared_call(
@@ -433,7 +433,7 @@ class Communicator(DenseCollectives, SparseCollectives):
     ) -> PreparedCall[Any]:
         """Return the prepared call of a checked request, once all ranks agree on it; in the order of collectives."""
         execution, membership = present
-        prepared = self._open().prepare(checked)
+        prepared = self._members.unrepeated.prepare(checked)
         members, kind = self._members, checked.kind.op
         run = prepared.run
         if members.repeats:
@@ -665,7 +665,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         call = {"collective": collective, "root": root, "op": op, "dtype": dtype, "count": count}
 
         def run() -> tuple[Any, Exception | None]:
-            self._open().agree(**call)
+            self._members.unrepeated.agree(**call)
             try:
                 return task(), None
             except (MemoryError, TopoplanError):
@@ -679,12 +679,20 @@ class Communicator(DenseCollectives, SparseCollectives):
                 raise error
             return result
 
-        return self._in_order.submit(run).then(found)
+        started = self._in_order.submit(run)
+        started.alone = lambda error: None  # what `found` raises is of all ranks
+        handle = started.then(found)
+        handle.alone = self._in_order.leave
+        return handle
 
     def _check_job(self) -> None:
         """Raise the failure of the job if another rank has ended it; for tasks that wait for another library."""
         if (failure := self._open().backend.trouble()) is not None:
             raise failure
+
+    def _check_numbers(self) -> None:
+        """Raise `BackendError` in front of an exchange of another library whose ranks have changed for it alone."""
+        _ = self._members.unrepeated
 
     def _begin_batch(self) -> None:
         """Start a batch of collectives that are refused together, until `end_batch`.
@@ -700,7 +708,7 @@ class Communicator(DenseCollectives, SparseCollectives):
 
     def _gather_texts_in_order(self, text: str) -> list[str]:
         """Return `gather_texts`, from a task of `run_in_order`."""
-        return self._open().gather_texts(text)
+        return self._members.unrepeated.gather_texts(text)
 
     @in_step
     def _submit(self, task: Callable[[], Any]) -> Handle[Any]:
@@ -775,7 +783,7 @@ class Communicator(DenseCollectives, SparseCollectives):
 
         Raises `RefusedError` on all ranks if `about`, the purpose, is another on one of them.
         """
-        return self._in_order.run(lambda: self._open().gather_texts(text, about))
+        return self._in_order.run(lambda: self._members.unrepeated.gather_texts(text, about))
 
     @in_step
     def report(self) -> ArrivalReport:
@@ -794,7 +802,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         self._refuse_helper()
 
         def exchange() -> ArrivalReport:
-            execution = self._open()
+            execution = self._members.unrepeated
             texts = execution.gather_texts(own_arrivals(execution.backend), "report")
             assert execution.backend.arrivals is not None, "looked at before"
             execution.backend.arrivals.forget()  # a refused report loses none
@@ -878,9 +886,13 @@ class Communicator(DenseCollectives, SparseCollectives):
         except BaseException as error:
             if self._in_order.begun == begun:
                 self._refuse_for(error)
-            elif not isinstance(error, TopoplanError):
-                self.abort(f"{refusal_text(error)} between two collectives")
+            else:
+                self._in_order.leave(error)
             raise
+
+    def _behind(self) -> AbstractContextManager[None]:
+        """End the job if this rank alone fails in a block behind a collective, whose result the others use."""
+        return behind(self._in_order.leave)
 
     def _refuse_for(self, error: BaseException) -> None:
         """Refuse a collective with all ranks if this one cannot read its arguments; its next call would meet theirs.
@@ -977,15 +989,15 @@ class Communicator(DenseCollectives, SparseCollectives):
         async_op: bool,
         **options: Any,
     ) -> Any:
-        execution, membership = self._members.present
+        execution, seats = self._open(), self._members.seats_at_call
         self._refuse_helper()
         if method in (SCATTER, GATHER):
             options["root"] = self._root(options["root"])
-        asked = uneven_call(execution.backend, method, arrays, counts, recv_counts, **options)
-        outcome = CollectiveOutcome(among=membership.seats)
+        asked = uneven_call(self._members.ranks_at_call, method, arrays, counts, recv_counts, **options)
+        outcome = CollectiveOutcome(among=seats)
         task: Callable[[], Any]
         if self._members.repeats:
-            task = partial(self._members.run_uneven_to_end, asked, membership.seats, outcome)
+            task = partial(self._members.run_uneven_to_end, asked, seats, outcome)
         else:
             task = partial(self._members.run_uneven, execution, asked)
         return self._in_order.submit(task, outcome) if async_op else self._in_order.run(task)
@@ -994,9 +1006,8 @@ class Communicator(DenseCollectives, SparseCollectives):
         self, collective: str, root: int | None, op: str | None, arrays: Any, out: Any, async_op: bool
     ) -> Any:
         """Start a collective that the survivors repeat if a rank fails."""
-        execution, membership = self._members.present
-        backend, seats = execution.backend, membership.seats
-        request(collective, backend, arrays, out=out, op=op, root=root)
+        backend, seats = self._open().backend, self._members.seats_at_call
+        request(collective, self._members.ranks_at_call, arrays, out=out, op=op, root=root)
         if backend.captures:
             raise UsageError(
                 "a collective in a graph cannot be repeated if a rank fails; capture it with a communicator that "

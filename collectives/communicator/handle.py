@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
@@ -31,7 +31,7 @@ class Handle(Generic[Result]):
 
     Until it is done the input arrays must not be changed, and the ``out`` arrays neither read nor changed; on a GPU
     this applies to work queued after the call. When it is done, any stream may use them. `ends` is filled when it is
-    queued on a GPU, with what has to end there.
+    queued on a GPU, with what has to end there. `alone` takes an error that this rank raises behind the exchange.
     """
 
     def __init__(
@@ -40,8 +40,10 @@ class Handle(Generic[Result]):
         received: Callable[[object], None] | None = None,
         outcome: CollectiveOutcome | None = None,
         ends: Sequence[Completion] = (),
+        alone: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self._ends = ends
+        self.alone = alone
         self._future = future
         self._received = received
         self._outcome = outcome or CollectiveOutcome()
@@ -64,8 +66,7 @@ class Handle(Generic[Result]):
     def among(self) -> tuple[int, ...]:
         """The original ranks whose arrays are in the result; valid once it is done.
 
-        The same on all ranks, which `Communicator.size` need not be: a rank may have had its result just before the
-        others excluded a failed rank. Empty if nothing was exchanged.
+        The same on all ranks. Empty if nothing was exchanged.
         """
         return self._outcome.among
 
@@ -75,16 +76,11 @@ class Handle(Generic[Result]):
         return self._outcome.exchange
 
     @staticmethod
-    def of(result: Result) -> Handle[Result]:
+    def of(result: Result, alone: Callable[[BaseException], None] = lambda error: None) -> Handle[Result]:
         """Return a handle that is done, with this result."""
         future: Future[Result] = Future()
         future.set_result(result)
-        return Handle(future)
-
-    @staticmethod
-    def around(found: Any) -> Handle[Any]:
-        """Return the handle of a collective, or a done one with its result without ``async_op``."""
-        return found if isinstance(found, Handle) else Handle.of(found)
+        return Handle(future, alone=alone)
 
     def done(self) -> bool:
         """Return whether it has ended, with or without an error."""
@@ -109,17 +105,24 @@ class Handle(Generic[Result]):
         return self._future.result()
 
     def then(self, make: Callable[[Result], Other]) -> Handle[Other]:
-        """Return a handle whose result is made from this one's, in the thread that ends it; errors are passed on."""
+        """Return a handle whose result is made from this one's, in the thread that ends it; errors are passed on.
+
+        An error of `make` on this rank alone ends the job: the other ranks have their results, and are notified.
+        """
         future: Future[Other] = Future()
 
         def follow() -> None:
             try:
-                future.set_result(make(self.wait()))
+                result = self.wait()
+                with behind(self.alone):
+                    made = make(result)
             except BaseException as error:  # raised by wait()
                 future.set_exception(error)
+            else:
+                future.set_result(made)
 
         self.when_queued(follow)
-        return Handle(future, outcome=self._outcome)
+        return Handle(future, outcome=self._outcome, alone=self.alone)
 
     def wait(self, timeout: float | None = None) -> Result:
         """Return the result, once it is available, or raise its error; `TimeoutError` if it is still running.
@@ -138,6 +141,16 @@ class Handle(Generic[Result]):
         if self._received is not None:
             self._received(result)
         return result
+
+
+@contextmanager
+def behind(alone: Callable[[BaseException], None]) -> Iterator[None]:
+    """Call a function with an error of the block, which handles the result of an exchange, and raise the error."""
+    try:
+        yield
+    except BaseException as error:
+        alone(error)
+        raise
 
 
 class StepBatch:
@@ -241,7 +254,16 @@ class CallQueue:
         self._worker = worker  # one whose thread cannot start would keep the task for later
         self.begun += exchanges
         self._last = future  # type: ignore[assignment]  # only its done() is called
-        return Handle(future, self._arrays.received, outcome, ends)
+        return Handle(future, self._arrays.received, outcome, ends, self.leave)
+
+    def around(self, found: Any) -> Handle[Any]:
+        """Return the handle of a collective, or a done one with its result without ``async_op``."""
+        return found if isinstance(found, Handle) else Handle.of(found, self.leave)
+
+    def leave(self, error: BaseException) -> None:
+        """End the job after an error that this rank alone raises behind an exchange, whose result the others use."""
+        if self._members is not None:
+            self._members.leave(error)
 
     def close(self) -> None:
         """Wait for the running task; queued ones fail."""

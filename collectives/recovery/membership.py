@@ -5,6 +5,10 @@ A rank fails, leaves or joins (`collectives.recovery.survivors`); a link is slow
 the same place in their work, and residuals of sparse gradients move with them. A collective that is to be repeated
 after a failure runs into memory of this module; its result is handed over when all ranks have theirs.
 
+A rank may learn of a failure before its result is handed over, and the others in the next collective. Numbers of ranks
+are those of the last collective that has ended on all ranks (`CommunicatorMembers.seats_at_call`), so that all ranks
+begin a collective with the same ones.
+
 A helper rank adds and copies in the ranks' collectives and has no array of its own (`serve_as_helper`).
 """
 
@@ -21,7 +25,7 @@ import numpy as np
 from collectives.backends.backend import Backend, Call, RankArrays
 from collectives.backends.execution import Execution
 from collectives.backends.plan_and_chunk_store import ChunkSizes, PlanStore
-from collectives.backends.request import Request, request
+from collectives.backends.request import RanksAtCall, Request, request
 from collectives.backends.uneven_exchange import UnevenCall
 from collectives.peers.control_plane import Signature
 from collectives.peers.membership_protocol import MembershipProtocol
@@ -75,7 +79,9 @@ class CommunicatorMembers:
     """The ranks of a communicator, and their plan and back end.
 
     `plans` is the first plan, then the current one. `epoch` counts the agreements on the membership, and `notes`
-    describes the changes in order. `ranks` are those of this process.
+    describes the changes in order. `ranks` are those of this process in the back end. `seats_at_call` are the original
+    ranks by whose numbers callers call, and `own_ranks` those of this process among them; `renumbered` is called when
+    they have changed.
     """
 
     def __init__(self, execution: Execution[Any], plans: Plans, settings: JoinSettings) -> None:
@@ -88,6 +94,8 @@ class CommunicatorMembers:
         self._monitor: LinkMonitor | None = None
         self._present: tuple[Execution[Any] | None, Membership]
         self._switch_to(execution, plans, Membership(plans))
+        self.seats_at_call, self.own_ranks = self.membership.seats, self.ranks
+        self.renumbered: Callable[[], None] = lambda: None
 
     @property
     def present(self) -> tuple[Execution[Any], Membership]:
@@ -144,6 +152,30 @@ class CommunicatorMembers:
         return self._sparse
 
     @property
+    def ranks_at_call(self) -> Backend[Any] | RanksAtCall[Any]:
+        """The ranks by whose numbers arguments are checked: the back end, unless it has changed since."""
+        execution, membership = self.present
+        seats = self.seats_at_call
+        if membership.seats == seats:
+            return execution.backend
+        return RanksAtCall(execution.backend.arrays, self.own_ranks, len(seats))
+
+    @property
+    def unrepeated(self) -> Execution[Any]:
+        """The execution of an exchange that survivors do not repeat.
+
+        Raises `BackendError` if this rank has learned of a failure in its last collective: the others learn of it in
+        this exchange, which fails there.
+        """
+        execution, membership = self.present
+        if lost := _failed_ranks(self.seats_at_call, membership.seats):
+            raise BackendError(
+                f"rank {', '.join(map(str, lost))} failed in the last collective, and this exchange is not repeated; "
+                "the next collective runs among the survivors"
+            )
+        return execution
+
+    @property
     def repeats(self) -> bool:
         """Whether survivors repeat a collective in which a rank fails."""
         return self._settings.on_failure == "shrink" and self._one_rank
@@ -176,6 +208,11 @@ class CommunicatorMembers:
         """
         if (now := self.now) is not None:
             now.fall_out(error, mark is None or mark == (now, now.exchanged))
+
+    def leave(self, error: BaseException) -> None:
+        """End the job after an error of this rank behind an exchange, unless it is of this package and of all ranks."""
+        if (now := self.now) is not None:
+            now.fall_out(error, False)
 
     def survivors(self, to: str) -> MembershipProtocol:
         """Return the membership protocol, to do something; UsageError if the back end has none."""
@@ -226,6 +263,7 @@ class CommunicatorMembers:
                 place = None if root is None else present.index(root)
                 checked = request(collective, execution.backend, array, out=out, op=op, root=place)
             except UsageError as error:
+                self._renumber(present)
                 outcome.without = _failed_ranks(seats, present)
                 lost = ", ".join(map(str, outcome.without))
                 raise BackendError(
@@ -254,6 +292,7 @@ class CommunicatorMembers:
         while True:
             execution, membership = self.present
             if membership.seats != seats:
+                self._renumber(membership.seats)
                 outcome.without = _failed_ranks(seats, membership.seats)
                 raise BackendError(
                     f"the ranks have changed from {len(seats)} to {len(membership.seats)}, so this {asked.method} "
@@ -314,7 +353,7 @@ class CommunicatorMembers:
     def shrink(self, without: Collection[int] | None) -> None:
         """Exclude ranks, by default the failed ones."""
         execution = self.execution
-        named = checked_ranks(execution.backend, () if without is None else without)
+        named = self._present_ranks(checked_ranks(self.ranks_at_call, () if without is None else without))
         self.check_no_helpers("shrink")
         execution.backend.settle()  # a failure that no call has raised comes first
         if not self._one_rank and not named:
@@ -326,11 +365,12 @@ class CommunicatorMembers:
         )
         assert recovered is not None, "only_changed is False"
         self._take(recovered)
+        self._renumber(self.membership.seats)
 
     def replan(self, change: PlanChange) -> None:
         """Change the links; all ranks pass the same change."""
         before, membership = self.plans, replace(self.membership, change=self.membership.change.then(change))
-        made = self.execution.planned(
+        made = self.unrepeated.planned(
             membership.plan, collective=before.collective, root=before.root, about=change.digest
         )
         self._adopt(made, membership)
@@ -358,7 +398,9 @@ class CommunicatorMembers:
                 recovered = recover(self._state(RecoveryProgress(self._handed_over)), invited=invited)
                 assert recovered is not None, "only_changed is False"
                 self._take(recovered)
-            return self._joined_since(before)
+            joined = self._joined_since(before)
+            self._renumber(self.membership.seats if joined else before)
+            return joined
 
     def grow_here(self, seats: Collection[int] | None) -> tuple[int, ...]:
         """Restore original ranks, by default all missing ones, if this process holds all ranks."""
@@ -373,11 +415,13 @@ class CommunicatorMembers:
             return ()
         before = self.membership.seats
         self._take(recover_in_process(self._state(), sorted({*before, *wanted})))
+        self._renumber(self.membership.seats)
         return self._joined_since(before)
 
     def joined(self, recovered: RecoveryResult) -> None:
         """Take the state of the other ranks, on a rank that has joined."""
         self.epoch, self._present = recovered.epoch, (self.execution, recovered.membership)
+        self._renumber(recovered.membership.seats)
         self._handed_over = max(one.handed_over for one in recovered.progress)
         self.notes = (f"epoch {self.epoch}: joined as rank {self.ranks[0]} of {len(self.plans.ranks)}",)
         self._restart_monitor()
@@ -410,9 +454,22 @@ class CommunicatorMembers:
                 outcome.repeated = True
                 return None, error
             assert complete, "some rank knows that all are"
+        self._renumber(among)
         self._count_completed()
         outcome.among = among
         return result, None
+
+    def _renumber(self, seats: tuple[int, ...]) -> None:
+        """Number the ranks for the next call as all ranks do: by a collective that has ended on all of them."""
+        if seats != self.seats_at_call:
+            own = [seats.index(self.membership.seats[self.ranks[0]])] if self._one_rank else self.ranks
+            self.seats_at_call, self.own_ranks = seats, tuple(own)
+            self.renumbered()
+
+    def _present_ranks(self, ranks: Sequence[int]) -> list[int]:
+        """Return the ranks of a caller that are left, in the numbers of the back end."""
+        present, seats = self.membership.seats, self.seats_at_call
+        return [present.index(seats[rank]) for rank in ranks if seats[rank] in present]
 
     def _count_completed(self) -> None:
         """Count a collective that all ranks have completed, for the shutdown notice of this rank."""

@@ -23,6 +23,7 @@ from typing import Any
 from collectives.backends.backend import Backend
 from collectives.backends.open_backend import open_joining_backend
 from collectives.backends.plan_and_chunk_store import plan_locally
+from collectives.backends.request import RanksAtCall
 from collectives.peers.agreement import compressed_plan, decompressed_plan, plan_on_one_rank
 from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.peers.membership_state import NO_PROGRESS, JoinRequest, RecoveryProgress
@@ -369,7 +370,7 @@ def can_recover(backend: Backend[Any]) -> bool:
     return not backend.one_rank or backend.survivors is not None
 
 
-def checked_ranks(backend: Backend[Any], without: Collection[int]) -> tuple[int, ...]:
+def checked_ranks(backend: Backend[Any] | RanksAtCall[Any], without: Collection[int]) -> tuple[int, ...]:
     """Return the ranks that a caller excludes, ascending.
 
     Raises `UsageError` if one does not exist, none would remain, or this rank itself is named.

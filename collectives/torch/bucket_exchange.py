@@ -11,7 +11,8 @@ allgather of the plan, whole, whatever filter or density the settings name.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -37,7 +38,7 @@ from collectives.training.buckets import DataPresence, error_in_bucket
 from collectives.training.checkpoint_state import BucketPart, describe_state, real_shape, warn_of_unused_state
 from collectives.training.gradient_filters import Cast
 from collectives.training.report import Recorder
-from topoplan.errors import TopoplanError
+from topoplan.errors import TopoplanError, UsageError
 
 Buckets = tuple[tuple[int, ...], ...]
 """The numbers of the parameters of each bucket of a step."""
@@ -133,6 +134,7 @@ class DdpBucketExchange:
         try:
             if not self._under_way:
                 communicator._begin_batch()
+                watch_backward(self._abandoned)
             if not bucket.is_last():
                 self._under_way.append(self._start(bucket, async_op=True))
                 return self._under_way[-1][1]
@@ -148,26 +150,32 @@ class DdpBucketExchange:
             raise
         communicator._end_batch()
         self._under_way.clear()
-        self._end_step()
+        with communicator._behind():
+            self._end_step()
         return future
 
     def _average_regrouped(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         """Keep a bucket of the first step of a restored run; the last one exchanges all in the saved buckets."""
         kept = KeptBucket(bucket)
+        if not self._kept:
+            watch_backward(self._abandoned)
         self._kept.append(kept)
         if not bucket.is_last():
             return kept.averaged
         listed, self._kept = self._kept, []
         try:
             with self._averager.recorder.waiting():
-                chosen = self.regrouped(listed)
+                with self._averager.communicator._refusing():
+                    chosen = self.regrouped(listed)
                 for one in chosen:
                     self._start(one, async_op=False)[1].wait()
-                give_back(chosen)
+                with self._averager.communicator._behind():
+                    give_back(chosen)
         except BaseException as error:
             self._give_up(wait=isinstance(error, Exception))
             raise
-        self._end_step()
+        with self._averager.communicator._behind():
+            self._end_step()
         for one in listed:
             one.averaged.set_result(one.buffer())
         return kept.averaged
@@ -221,6 +229,15 @@ class DdpBucketExchange:
         self._first = self._first or self._last
         self._averager.end_step()
 
+    def _abandoned(self) -> None:
+        """Refuse the step with all ranks after an error of backward between two buckets: they wait for the next one."""
+        if begun := len(self._under_way or self._kept):
+            step = self._averager.recorder.step
+            error = UsageError(f"training step {step}: backward raised an error behind bucket {begun - 1}")
+            with suppress(TopoplanError):
+                self._averager.communicator._refuse_for(error)
+            self._give_up(wait=True)
+
     def _give_up(self, *, wait: bool) -> None:
         """Abandon the step; without ``wait``, as after Ctrl-C, leave running exchanges and residuals alone."""
         running = [handle for handle, _ in self._under_way]
@@ -271,25 +288,25 @@ class DdpBucketExchange:
         self, bucket: DdpBucket, buffer: torch.Tensor, *, async_op: bool
     ) -> tuple[torch.Tensor, Handle[Any]]:
         """Start the exchange; return the tensor that will hold the average, and the handle."""
-        layout = self.layout_of(bucket)
-        self._numbers_now[layout.numbers] = None
-        self._check_numbers()
         averager, step = self._averager, self._averager.recorder.step
         given, op, rounded_from = buffer, "avg", None
-        if averager.settings.top_k is not None:
-            dtype = torch.float64 if buffer.dtype == torch.float64 else torch.float32
-            # EF21's estimates lack what residuals hold, so these are sent without a gradient too.
-            idle = [] if averager.settings.top_k.ef21 else self._idle(layout, buffer)
-            with averager.communicator._refusing():
-                self.residuals.arrange(layout, idle=idle, dtype=dtype, device=buffer.device, step=step)
-        elif self._narrow is not None and buffer.element_size() > self._narrow.itemsize:
-            # divided before it is rounded: a sum may be too large for float16
-            given, op = buffer.div(averager.communicator.size).to(self._narrow), "sum"
-            rounded_from = buffer.nbytes
         top_k = averager.settings.top_k
-        by_layer = top_k is not None and top_k.per == "layer"
-        parts = _parts_of(layout, bucket) if averager.filters or by_layer else None
-        unused = self._idle(layout, buffer) if averager.keeps_residuals else []
+        with averager.communicator._refusing():
+            layout = self.layout_of(bucket)
+            self._numbers_now[layout.numbers] = None
+            self._check_numbers()
+            if top_k is not None:
+                dtype = torch.float64 if buffer.dtype == torch.float64 else torch.float32
+                # EF21's estimates lack what residuals hold, so these are sent without a gradient too.
+                idle = [] if top_k.ef21 else self._idle(layout, buffer)
+                self.residuals.arrange(layout, idle=idle, dtype=dtype, device=buffer.device, step=step)
+            elif self._narrow is not None and buffer.element_size() > self._narrow.itemsize:
+                # divided before it is rounded: a sum may be too large for float16
+                given, op = buffer.div(averager.communicator.size).to(self._narrow), "sum"
+                rounded_from = buffer.nbytes
+            by_layer = top_k is not None and top_k.per == "layer"
+            parts = _parts_of(layout, bucket) if averager.filters or by_layer else None
+            unused = self._idle(layout, buffer) if averager.keeps_residuals else []
         return given, averager.start(
             layout.key,
             given,
@@ -401,6 +418,24 @@ def give_back(buckets: Sequence[DdpBucket]) -> None:
     for one in buckets:
         if isinstance(one, RegroupedBucket):
             one.give_back()
+
+
+def watch_backward(failed: Callable[[], None]) -> None:
+    """Call a function if the running backward pass raises an error: torch then drops its callbacks without a call."""
+    ended: list[bool] = []
+
+    def end() -> None:
+        ended.append(True)
+
+    watch = weakref.finalize(end, lambda: None if ended else failed())
+    watch.atexit = False
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+    except (
+        AttributeError,
+        RuntimeError,
+    ):  # no backward pass: torch's join calls the hook on a rank without data
+        watch.detach()
 
 
 class BuiltInBucketExchange:

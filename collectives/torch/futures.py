@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from collectives.communicator.handle import Handle
+from collectives.communicator.handle import Handle, behind
 from collectives.tables.numpy_arrays import ArrayLibrary
 from topoplan.errors import TopoplanError
 
@@ -39,7 +39,8 @@ def future_of(
         with arrays.here():
             try:
                 handle.queued()
-                finish()
+                with behind(handle.alone):
+                    finish()
             except TopoplanError as error:
                 future.set_exception(convert_error(error))
             except Exception as error:

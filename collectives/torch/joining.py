@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -25,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from collectives.torch.process_group import ProcessGroupTopoplan
 from collectives.training.buckets import share_failure
 from collectives.training.checkpoint_state import send_to_joining_ranks
-from topoplan.errors import UsageError
+from topoplan.errors import TopoplanError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +93,20 @@ def grow(*stateful: Any, step: int = 0, join_token: str | None = None, timeout: 
         ``load_state_dict``. States hold tensors, numbers, texts and containers of these.
     """
     group = _default_group()
-    for one in stateful:
-        if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
-            raise UsageError(
-                f"grow() takes objects with state_dict and load_state_dict, got a {type(one).__name__}; give it "
-                "models, optimizers and schedulers"
-            )
+    try:
+        for one in stateful:
+            if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
+                raise UsageError(
+                    f"grow() takes objects with state_dict and load_state_dict, got a {type(one).__name__}; give it "
+                    "models, optimizers and schedulers"
+                )
+            if isinstance(one, DistributedDataParallel):
+                _arrange(one)
+    except Exception as error:
+        with suppress(TopoplanError):  # the other ranks raise that of a group that no process can join
+            group.connected()._refuse_for(error)
+        raise
     comm = group.connected()
-    for one in stateful:
-        if isinstance(one, DistributedDataParallel):
-            _arrange(one)
     if join_token is not None:
         group.join(join_token, wait=timeout)
         comm = group.connected()

@@ -52,7 +52,7 @@ from collectives.communicator.handle import Handle
 from collectives.peers.agreement import Gather
 from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.torch.futures import JointWork
-from collectives.torch.group_collectives import GroupCollectives
+from collectives.torch.group_collectives import GroupCollectives, watch_torch
 from collectives.torch.plan_agreement import ON_FAILURE, agreed_file, agreed_on_failure, gather_over
 from topoplan.errors import BackendError, UsageError
 
@@ -214,6 +214,7 @@ class ProcessGroupTopoplan(GroupCollectives):
                     self.communicator = Communicator(
                         verdict.plan, backend, timeout=self._timeout, on_failure=on_failure
                     )
+                    self.communicator._members.renumbered = self._renumber
                     on_error.pop_all()
                 self.goes_on = on_failure == "shrink"
         return self.communicator is not None
@@ -256,6 +257,8 @@ class ProcessGroupTopoplan(GroupCollectives):
             if self.inner is not inner:
                 self._use(inner)
             raise
+        self.communicator._members.renumbered = self._renumber
+        self._renumber()
         alone.close()
 
     def drop_lost_groups(self) -> None:
@@ -276,9 +279,12 @@ class ProcessGroupTopoplan(GroupCollectives):
             self.inner.abort()
         self._lost.append(self.inner)
         self.inner = self.carrier = group
+
+    def _renumber(self) -> None:
+        """Tell torch the numbers of ranks that `rank` and `size` count."""
         numbers: dict[Any, dict[int, int]] = dist.distributed_c10d._world.pg_group_ranks
         if self in numbers:
-            numbers[self] = {rank: rank for rank in range(group.size())}
+            numbers[self] = {rank: rank for rank in range(self.size())}
 
 
 def _delegated(name: str) -> Callable[..., Any]:
@@ -551,6 +557,7 @@ def make_back_end(options: Any, _: object = None) -> ProcessGroupTopoplan:
 def register() -> None:
     """Register the back end "topoplan" with torch; once the package is installed torch 2.14 and newer call this."""
     dist.Backend.register_backend("topoplan", make_back_end, extended_api=True, devices=["cpu", "cuda"])
+    watch_torch()
 
 
 register()

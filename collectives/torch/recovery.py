@@ -29,7 +29,13 @@ from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives.communicator.handle import Handle
-from collectives.torch.bucket_exchange import DdpBucket, DdpBucketExchange, KeptBucket, give_back
+from collectives.torch.bucket_exchange import (
+    DdpBucket,
+    DdpBucketExchange,
+    KeptBucket,
+    give_back,
+    watch_backward,
+)
 from collectives.torch.parameter_residuals import ParameterNumbers
 from collectives.torch.process_group import ProcessGroupTopoplan
 from collectives.training.averaging import InStepAverager
@@ -168,13 +174,16 @@ class RecoveringExchange(DdpBucketExchange):
         rank.
         """
         self.check_has_it()
+        communicator = self._averager.communicator
         try:
-            if not self._kept:
-                self._failure = None
-                if self._before is None:
-                    self._before = self._snapshot()
-                self._averager.communicator._begin_batch()
-            kept = KeptBucket(bucket) if self.regroups else _HeldBucket(bucket)
+            with communicator._refusing():
+                if not self._kept:
+                    self._failure = None
+                    if self._before is None:
+                        self._before = self._snapshot()
+                    communicator._begin_batch()
+                    watch_backward(self._abandoned)
+                kept = KeptBucket(bucket) if self.regroups else _HeldBucket(bucket)
             self._kept.append(kept)
             if isinstance(kept, _HeldBucket):
                 self._hold(kept, async_op=not bucket.is_last())
@@ -182,24 +191,29 @@ class RecoveringExchange(DdpBucketExchange):
                 chosen: list[DdpBucket] = []
                 with self._averager.recorder.waiting():
                     if self.regroups:
-                        chosen = self.regrouped(self._kept)
+                        with communicator._refusing():
+                            chosen = self.regrouped(self._kept)
                         for one in chosen:
                             self._hold(_HeldBucket(one), async_op=False)
                     self._end(self._complete, self._again)
-                give_back(chosen)
-                listed, self._kept = self._kept, []
-                for each in listed:
-                    each.averaged.set_result(each.buffer())
-                self._held.clear()
-                self._averager.communicator._end_batch()
-                self._end_step()
+                with communicator._behind():
+                    give_back(chosen)
+                    listed, self._kept = self._kept, []
+                    for each in listed:
+                        each.averaged.set_result(each.buffer())
+                    self._held.clear()
+                    communicator._end_batch()
+                    self._end_step()
             return kept.averaged
         except BaseException as error:
-            self._under_way = [one.running for one in self._held if one.running is not None]
-            self._held.clear()
-            self.forget()
             self._give_up(wait=isinstance(error, Exception))
             raise
+
+    def _give_up(self, *, wait: bool) -> None:
+        self._under_way = [one.running for one in self._held if one.running is not None]
+        self._held.clear()
+        self.forget()
+        super()._give_up(wait=wait)
 
     def _hold(self, held: _HeldBucket, *, async_op: bool) -> None:
         """Start the exchange of a bucket, unless one of this step has failed."""
@@ -283,8 +297,9 @@ class RecoveringExchange(DdpBucketExchange):
             one.wait()  # raises the error of an earlier bucket first
         if self._failure is not None:
             raise self._failure
-        self._averager.settle()
-        self._after = self._snapshot()
+        with self._averager.communicator._refusing():
+            self._averager.settle()
+            self._after = self._snapshot()
 
     def _again(self) -> None:
         """Exchange the buckets of this step anew."""
@@ -327,7 +342,8 @@ class RecoveringExchange(DdpBucketExchange):
         for seat in failed:
             lost = lost.plus(kept.get(seat, LostResiduals()))
         if failed or before != self._members:
-            self._on_change(before, self._members, failed, lost)
+            with self._averager.communicator._behind():
+                self._on_change(before, self._members, failed, lost)
 
     def _act_and_confirm(
         self, act: Callable[[], object], *, joining: bool = False

@@ -108,7 +108,9 @@ def average_rows(communicator: Communicator, gradient: torch.Tensor, *, async_op
         return gradient
 
     asynchronous = async_op or communicator.on_failure == "shrink"
-    return Handle.around(communicator.all_gather(message.packed(), async_op=asynchronous)).then(added)
+    return communicator._in_order.around(
+        communicator.all_gather(message.packed(), async_op=asynchronous)
+    ).then(added)
 
 
 def start_sum_of_rows(communicator: Communicator, tensor: torch.Tensor, op: str) -> Handle[torch.Tensor]:

@@ -258,7 +258,7 @@ class InStepAverager(Averager):
             note = _note(part, words)
         elif sparse is None:
             asynchronous = async_op or comm.on_failure == "shrink"
-            handle = Handle.around(comm.all_reduce(gradients, op=op, out=out, async_op=asynchronous))
+            handle = comm._in_order.around(comm.all_reduce(gradients, op=op, out=out, async_op=asynchronous))
             if (memory := self._memory) is not None:
                 handle = handle.then(partial(self._check_finite, memory))
             plan = comm.plan_for("allreduce", nbytes)
@@ -284,7 +284,7 @@ class InStepAverager(Averager):
                 out=out if changes is None else changes.arrays,
                 async_op=async_op or comm.on_failure == "shrink",
             )
-            handle = Handle.around(found)
+            handle = comm._in_order.around(found)
             if self._estimates is not None and changes is not None:
                 handle = handle.then(partial(self._estimates.add, changes, out))
             note = None
@@ -604,7 +604,7 @@ class OuterAverager(LocalAverager):
         if self._outer_mode.averages_after(recorder.step):
             return super().start(key, gradients, op=op, out=out, parts=parts)
         started, nbytes = recorder.now(), nbytes_of(comm, gradients)
-        handle = Handle.around(comm.all_reduce(gradients, op=op, out=out, async_op=True))
+        handle = comm._in_order.around(comm.all_reduce(gradients, op=op, out=out, async_op=True))
         plan = comm.plan_for("allreduce", nbytes)
 
         def record(average: Any) -> Any:
@@ -777,7 +777,7 @@ def average_parameters(communicator: Communicator, recorder: Recorder, parameter
         for number, one in enumerate(parameters):
             started, nbytes = recorder.now(), nbytes_of(communicator, one)
             listed = one if communicator.one_rank else list(one)
-            handle = Handle.around(
+            handle = communicator._in_order.around(
                 communicator.all_reduce(
                     listed, op="avg", out=listed, async_op=communicator.on_failure == "shrink"
                 )

@@ -402,18 +402,22 @@ class BucketExchange:
             for memory, handle in zip(self._memory, self._handles, strict=True):
                 with self._about(memory.bucket), self._recorder.waiting():
                     handle.wait()
-                self._recorder.gave(_bucket_key(memory.bucket), handle.among, repeated=handle.repeated)
-                memory.multiply(factor)
-                for index in memory.bucket.members:
-                    for place, mine in enumerate(averages):
-                        mine[index] = memory.take(index, place, None if outs is None else outs[place][index])
-                memory.forget()
+                with self._comm._behind():
+                    self._recorder.gave(_bucket_key(memory.bucket), handle.among, repeated=handle.repeated)
+                    memory.multiply(factor)
+                    for index in memory.bucket.members:
+                        for place, mine in enumerate(averages):
+                            mine[index] = memory.take(
+                                index, place, None if outs is None else outs[place][index]
+                            )
+                    memory.forget()
             for index, arrays in self._empty.items():
                 for place, mine in enumerate(averages):
                     fresh = self._comm.arrays.empty(self._shapes[index], arrays[place])
                     mine[index] = fresh if outs is None else outs[place][index]
-        self._averager.end_step()
-        self._begin()
+        with self._comm._behind():
+            self._averager.end_step()
+            self._begin()
         return averages
 
     def rest(self, late: Mapping[str, NDArray[Any]]) -> list[Any]:

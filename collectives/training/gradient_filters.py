@@ -113,7 +113,9 @@ def reduce_line(communicator: Communicator, lines: Sequence[Any], op: str) -> in
     """Reduce a line of every rank, in place, wait for it, and return its number of ranks (`rank_count`)."""
     given = lines[0] if communicator.one_rank else lines
     asynchronous = communicator.on_failure == "shrink"
-    handle = Handle.around(communicator.all_reduce(given, op=op, out=given, async_op=asynchronous))
+    handle = communicator._in_order.around(
+        communicator.all_reduce(given, op=op, out=given, async_op=asynchronous)
+    )
     handle.wait()
     return rank_count(handle, communicator)
 
@@ -223,7 +225,7 @@ class QuantizedExchange(GradientFilter):
 
         adding = codes[0] if comm.one_rank else codes
         asynchronous = call.async_op or comm.on_failure == "shrink"
-        handle = Handle.around(comm.all_reduce(adding, op="sum", out=adding, async_op=asynchronous))
+        handle = comm._in_order.around(comm.all_reduce(adding, op="sum", out=adding, async_op=asynchronous))
 
         def decoded(_: Any) -> Any:
             total = from_fixed_point(FixedPoint(np.asarray(library.values(codes[0])), scales, how.block))
@@ -292,7 +294,7 @@ class CastExchange(GradientFilter):
             narrow = [library.of(library.values(one) / ranks, dtype) for one in given]
         adding = narrow[0] if comm.one_rank else narrow
         asynchronous = call.async_op or comm.on_failure == "shrink"
-        handle = Handle.around(comm.all_reduce(adding, op="sum", out=adding, async_op=asynchronous))
+        handle = comm._in_order.around(comm.all_reduce(adding, op="sum", out=adding, async_op=asynchronous))
 
         def widened(_: Any) -> Any:
             total = library.values(narrow[0])
@@ -404,7 +406,7 @@ class ThresholdExchange(FilterWithState[Threshold]):
         if size > 1 << 32 or most * entry.itemsize * ranks >= 2 * size * item:
             sent = [library.wrapped(_spread(one, size, wide)) for one in chosen]
             adding = sent[0] if comm.one_rank else sent
-            adds = Handle.around(comm.all_reduce(adding, op="sum", out=adding, async_op=asynchronous))
+            adds = comm._in_order.around(comm.all_reduce(adding, op="sum", out=adding, async_op=asynchronous))
 
             def whole(_: Any) -> Any:
                 total: Line = np.asarray(library.values(sent[0]))
@@ -430,7 +432,7 @@ class ThresholdExchange(FilterWithState[Threshold]):
                 comm, total / wide(1 if call.op == "sum" else len(all_of)), given, call.out, self.memory
             )
 
-        handle = Handle.around(
+        handle = comm._in_order.around(
             comm.all_gather(messages[0] if comm.one_rank else messages, async_op=asynchronous)
         )
         return handle.then(added), min((most + 1) * entry.itemsize / max(size * item, 1), 1.0), words

@@ -683,9 +683,10 @@ class GradientSynchronizer:
     def _finished(self, outs: list[list[Any]] | None) -> Any:
         scale = 1.0 if self._proximal is None else self._averager.scale
         averages = self._exchange.finish(outs)
-        self._report_change()
-        if self._proximal is not None:
-            self._proximal.add_to(averages, scale=scale)
+        with self.communicator._behind():
+            self._report_change()
+            if self._proximal is not None:
+                self._proximal.add_to(averages, scale=scale)
         return averages[0] if self.communicator.one_rank else averages
 
     def _check_recoverable(self) -> None:

@@ -115,7 +115,9 @@ def layer_matrices(parts: Sequence[BucketPart]) -> list[ThinMatrix]:
 class LowRankExchange(FilterWithState[LowRank]):
     """Averages gradients by thin matrices; `memory` has the residuals, and Q of each matrix.
 
-    A start waits for the first, thinner sum. The rest of a bucket travels whole.
+    A start waits for the first, thinner sum. The rest of a bucket travels whole. The matrix of a bucket spreads
+    gradients over all its parameters. DDP drops the averages of parameters that no rank uses, so their part is zero:
+    the first sum counts the ranks that use each parameter.
     """
 
     name = "LowRank"
@@ -133,7 +135,10 @@ class LowRankExchange(FilterWithState[LowRank]):
         held = [one for one in call.parts if one.name in approximated]
         whole = [one for one in call.parts if one.name not in approximated]
         values = [library.values(one).reshape(-1) for one in given]
-        lines = [one.astype(np.float32) for one in values]
+        kind: Any = np.float64 if library.dtype(given[0]) == "float64" else np.float32
+        lines = [one.astype(kind) for one in values]
+        counted = call.parts if how.matrices == "bucket" else ()
+        users = np.array([part.name not in call.idle for part in counted], kind)
         fed, waiting = call.halves(held)
         self.memory.add_to(fed, lines, scale=call.scale)
         matrices = [[_matrix(line[at.start : at.stop], at) for at in thin] for line in lines]
@@ -143,15 +148,18 @@ class LowRankExchange(FilterWithState[LowRank]):
                 [
                     *(m @ right for m, right in zip(mine, rights, strict=True)),
                     *(one[p.start : p.stop] for p in whole),
+                    users,
                 ]
                 for mine, one in zip(matrices, values, strict=True)
             ]
         summed = sum_matrices(comm, products, given, call.op, async_op=False).wait()
         # parameters that travel whole have arrived with the first sum
         total = values[0].astype(np.result_type(values[0].dtype, np.float32))
-        for part, line in zip(whole, summed[len(thin) :], strict=True):
+        for part, line in zip(whole, summed[len(thin) : -1], strict=True):
             total[part.start : part.stop] = line
+        unused = [part for part, count in zip(counted, summed[-1], strict=True) if not count]
         numbers = how.rank * sum(at.rows + at.columns for at in thin) + sum(p.stop - p.start for p in whole)
+        numbers += len(counted)
         travels = numbers * max(1, 4 // library.itemsize(given[0])) / values[0].size
 
         def undefined() -> Any:
@@ -169,10 +177,12 @@ class LowRankExchange(FilterWithState[LowRank]):
                 return undefined()
             for at, left, one in zip(thin, lefts, found, strict=True):
                 right = one.astype(np.float32)
-                average = outer(left, right).reshape(-1)[: at.stop - at.start]
+                average = outer(left, right).reshape(-1)[: at.stop - at.start].astype(kind)
+                for part in unused:
+                    average[part.start - at.start : part.stop - at.start] = 0
                 total[at.start : at.stop] = average
                 # gradients that were divided before: each rank has given its part of the sum
-                share = average / np.float32(comm.size) if call.op == "sum" else average
+                share = average / kind(comm.size) if call.op == "sum" else average
                 for line in lines:
                     line[at.start : at.stop] -= share
                 dead = ~right.any(axis=0)
@@ -217,7 +227,9 @@ def sum_matrices(
     shapes = [one.shape for one in matrices[0]]
     borders = list(accumulate((one.size for one in matrices[0]), initial=0))
     sent = lines[0] if communicator.one_rank else lines
-    return Handle.around(communicator.all_reduce(sent, op=op, out=sent, async_op=async_op)).then(
+    return communicator._in_order.around(
+        communicator.all_reduce(sent, op=op, out=sent, async_op=async_op)
+    ).then(
         lambda _: [
             library.values(lines[0])[start:stop].reshape(shape).copy()
             for start, stop, shape in zip(borders, borders[1:], shapes, strict=False)

@@ -251,7 +251,7 @@ class OuterOptimizer:
                     handle = comm.all_gather(
                         messages[0] if comm.one_rank else messages, async_op=asynchronous
                     )
-                one.handles[dtype] = Handle.around(handle)
+                one.handles[dtype] = comm._in_order.around(handle)
         except TopoplanError:
             self._put_back(names, named)
             raise
@@ -403,7 +403,7 @@ class OuterOptimizer:
                 digest.update(f"{name} {self.start[name].dtype} {self.start[name].size} {other}".encode())
                 digest.update(self.start[name].tobytes())
             lines.append(library.wrapped(np.frombuffer(digest.digest(), np.uint8).copy()))
-        handle = Handle.around(
+        handle = comm._in_order.around(
             comm.all_gather(lines[0] if comm.one_rank else lines, async_op=comm.on_failure == "shrink")
         )
         found = handle.wait()

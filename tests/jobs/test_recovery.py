@@ -255,6 +255,94 @@ def test_a_leaving_rank_is_not_dead(backend: str, dies: float | None, tmp_path: 
     assert told == [told[0]] * 3
 
 
+def error_of(run: Callable[[], object]) -> str:
+    """The class of the error of a call; empty without one."""
+    try:
+        run()
+    except (BackendError, UsageError) as error:
+        return type(error).__name__
+    return ""
+
+
+NEXT_CALLS: dict[str, Callable[[Communicator], object]] = {
+    "divided": lambda comm: comm.all_reduce(np.ones(8) / comm.size),
+    "prepared": lambda comm: comm.prepare("all_reduce", np.ones(8))(),
+    "root": lambda comm: comm.broadcast(np.full(8, float(comm.rank)), root=2),
+    "lost root": lambda comm: comm.broadcast(np.ones(8), root=1),
+    "out": lambda comm: comm.all_gather(np.ones(8), out=np.zeros(8 * comm.size)),
+    "blocks": lambda comm: comm.reduce_scatter(np.ones(2 * 3 * comm.size)),
+    "refused": lambda comm: comm.reduce_scatter(np.ones(4)),
+    "counts": lambda comm: comm.all_to_all_v(np.ones(comm.size), [1] * comm.size),
+    "texts": lambda comm: comm._gather_texts("text"),
+    "grow": lambda comm: comm.grow(),
+    "shrink": lambda comm: comm.shrink(without=[]),
+}
+"""Calls after a collective in which one rank alone learns of a failure."""
+
+
+def learns_alone(rank: int, backend: str, folder: str, name: str, late: int) -> None:
+    """Rank 1 dies once it has its result; rank `late` learns of that before its result is handed over, the other one
+    in the next call."""
+    opened = backend_at(backend, rank, 3, meeting=f"unix:{folder}/meeting", timeout=STEP_SECONDS)
+    comm = Communicator(plan_for(3), opened, on_failure="shrink")
+    comm.all_reduce(np.ones(8))
+    hand_over = Execution.hand_over
+
+    def and_learn(execution: Execution[Any]) -> None:
+        Execution.hand_over = hand_over  # type: ignore[method-assign]
+        hand_over(execution)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == late:
+            raise BackendError("rank 1 has ended", rank=rank, peer=1)
+
+    Execution.hand_over = and_learn  # type: ignore[method-assign]
+    found = [comm.all_reduce(np.full(8, 1.0 + rank))[0]]
+    before = [comm.size, comm.original_ranks, comm.original_ranks[comm.rank] == rank]
+    error = error_of(lambda: found.append(NEXT_CALLS[name](comm)))
+    ended = [f"{one}" for one in found]
+    total = comm.all_reduce(np.full(8, 1.0 + rank))[0]
+    after = [comm.size, comm.original_ranks, comm.original_ranks[comm.rank] == rank]
+    Path(folder, str(rank)).write_text(json.dumps([before, error, ended, total, after]))
+    comm.close()
+
+
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.thorough), 2])
+@pytest.mark.parametrize("backend", [pytest.param("tcp", marks=pytest.mark.thorough), "shared"])
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("divided", ""),
+        pytest.param("prepared", "BackendError", marks=pytest.mark.thorough),
+        pytest.param("root", "", marks=pytest.mark.thorough),
+        ("lost root", "BackendError"),
+        pytest.param("out", "BackendError", marks=pytest.mark.thorough),
+        pytest.param("blocks", "", marks=pytest.mark.thorough),
+        pytest.param("refused", "UsageError", marks=pytest.mark.thorough),
+        pytest.param("counts", "BackendError", marks=pytest.mark.thorough),
+        ("texts", "BackendError"),
+        pytest.param("grow", "", marks=pytest.mark.thorough),
+        pytest.param("shrink", "", marks=pytest.mark.thorough),
+    ],
+)
+def test_ranks_are_numbered_alike_while_one_alone_knows_of_a_failure(
+    name: str, error: str, backend: str, late: int, tmp_path: Path
+) -> None:
+    """A caller who divides by the size, or names a root, means the same on all ranks; nobody is a call apart."""
+    told = told_by((0, 2), learns_alone, 3, backend, str(tmp_path), name, late)
+    for before, raised, ended, total, after in told:
+        assert before == [3, [0, 1, 2], True]
+        assert raised == error
+        assert ended[0] == "6.0"
+        assert total == 4.0
+        assert after == [2, [0, 2], True]
+    assert name in ("blocks", "counts") or told[0][2] == told[1][2]
+    if name == "divided":
+        assert told[0][2][1] == f"{np.full(8, 2 / 3)}"
+    if name == "root":
+        assert told[0][2][1] == f"{np.full(8, 2.0)}"
+
+
 def refuses_beside_a_death(rank: int, backend: str, folder: str) -> None:
     """Rank 2 dies in the call that rank 1 refuses."""
     opened = backend_at(backend, rank, 3, meeting=f"unix:{folder}/meeting", timeout=STEP_SECONDS)

@@ -215,6 +215,21 @@ def test_a_process_joins_the_group_topoplan_and_trains_as_if_it_had_been_there(
             assert furthest(one["parameters"], wanted) < 1e-12
 
 
+@pytest.mark.parametrize("learns", [0, 2])
+def test_ddp_divides_alike_on_all_ranks_while_one_alone_knows_of_a_failure(
+    learns: int, tmp_path: Path
+) -> None:
+    """It divides by the number of ranks before it adds up: a lone rank with another number would scale its part."""
+    what = Training(3, {1: 3}, group="topoplan", hook=None, momentum=0.5, learns=learns)
+    for rank, one in lived(what, tmp_path).items():
+        assert one["sizes"] == [3] * 3 + [2] * 9
+        assert one["misfit"] == (
+            "RefusedError" if rank else "UsageError"
+        )  # of `grow` with a tensor on rank 0
+        wanted = expected(what, rescaled=False, divided_late=True)
+        assert furthest(one["parameters"], wanted) < 1e-12
+
+
 def test_a_joining_process_with_another_model_or_buckets_or_without_the_group_is_refused(
     tmp_path: Path,
 ) -> None:

@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from collectives.backends.execution import Execution
 from collectives.communicator.communicator import Communicator
 from collectives.torch import HookState, grow, join_token
 from collectives.training.exchange_settings import Shrink, current_options
 from tests.support.forking import forking
 from tests.support.ports import free_port
-from topoplan.errors import BackendError, UsageError
+from topoplan.errors import BackendError, TopoplanError, UsageError
 
 STEPS, SECONDS, LIMIT_SECONDS = 12, 20.0, 150.0
 """Of training; timeout of the ranks; what has not reported by then hangs."""
@@ -57,6 +58,8 @@ class Training:
     foreign : tuple of str
         How the joining process first tries in vain: with a "model" or "buckets" that differ, or as a "communicator"
         without a group.
+    learns : int or None
+        The rank that alone learns of a failure in the step before, once all have the last bucket.
     """
 
     size: int
@@ -69,6 +72,7 @@ class Training:
     back: int | None = None
     links: bool = False
     foreign: tuple[str, ...] = ()
+    learns: int | None = None
 
 
 def inputs(rank: int, step: int) -> torch.Tensor:
@@ -113,6 +117,20 @@ def refused(how: str, token: str) -> str:
 def begin(group: str) -> None:
     """Begin the group of a joining process."""
     dist.init_process_group(group, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def learn_after(calls: int, lost: int) -> None:
+    """Learn of a rank's failure after so many collectives, before the result of the last one is handed over."""
+    hand_over, left = Execution.hand_over, [calls]
+
+    def learning(execution: Execution[Any]) -> None:
+        hand_over(execution)
+        left[0] -= 1
+        if not left[0]:
+            Execution.hand_over = hand_over  # type: ignore[method-assign]
+            raise BackendError(f"rank {lost} has ended", peer=lost)
+
+    Execution.hand_over = learning  # type: ignore[method-assign]
 
 
 def trained(me: int, what: Training, door: Path, *, comes: bool) -> dict[str, Any]:
@@ -184,6 +202,9 @@ def trained(me: int, what: Training, door: Path, *, comes: bool) -> dict[str, An
         except BackendError:  # the rank is gone that would have sent the buffers
             errors += 1
             loss = loss_of(model, inputs(me, step))
+        if me == what.learns and step + 1 in what.killed.values():
+            (lost,) = what.killed
+            learn_after(len(model.reducer._get_zeros_like_grad_buckets()), lost)
         if me in what.killed and step == int(what.killed[me]) and not comes:
             late = what.killed[me] % 1 / 10
             if late:
@@ -219,6 +240,11 @@ def trained(me: int, what: Training, door: Path, *, comes: bool) -> dict[str, An
         state.close()
     if what.group == "topoplan":
         ones = torch.ones(3)
+        if what.learns is not None:
+            try:
+                grow(model if dist.get_rank() else ones)
+            except TopoplanError as error:
+                found["misfit"] = type(error).__name__
         dist.all_reduce(ones)
         dist.barrier()
         numbers = [0] * dist.get_world_size()

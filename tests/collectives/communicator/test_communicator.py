@@ -610,6 +610,29 @@ def test_arguments_of_one_rank_alone_are_refused_where_ranks_only_agree() -> Non
     assert in_shared_memory(forest_plan(2, "allreduce", "star"), work, timeout=20) == [[20.0] * 4] * 2
 
 
+@pytest.mark.parametrize("later", [True, False], ids=["background", "at once"])
+def test_a_rank_that_fails_alone_behind_a_collective_is_named_at_the_next_one(later: bool) -> None:
+    """In what handles its result: the others have theirs, and use it."""
+
+    def work(comm: Communicator, rank: int) -> str:
+        def make(result: Any) -> Any:
+            if rank == 1:
+                raise MemoryError("no memory")
+            return result + 1
+
+        found = comm._in_order.around(comm.all_reduce(np.ones(8), async_op=later)).then(make)
+        if rank == 1:
+            with pytest.raises(MemoryError):
+                found.wait()
+        else:
+            assert found.wait().tolist() == [3.0] * 8
+        with pytest.raises(BackendError, match="rank 1 left a collective: MemoryError: no memory") as raised:
+            comm.all_reduce(np.ones(8))
+        return str(raised.value)
+
+    assert all("no memory" in text for text in in_shared_memory(forest_plan(2, "allreduce", "star"), work))
+
+
 def test_a_plan_that_one_rank_alone_cannot_ask_for_ends_the_job_if_the_others_wait_for_it() -> None:
     def work(comm: Communicator, rank: int) -> list[float]:
         array, odd = np.ones(8, np.float32), rank == 1
