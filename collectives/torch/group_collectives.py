@@ -3,26 +3,19 @@
 Every collective checks its arguments first, and all ranks refuse wrong ones. Collectives by plan, and those of gloo for
 tensors on the CPU, run in one order and only once all ranks agree on them, so a call that has a plan on some ranks only
 is an error on all of them. NCCL is called at once, in the caller's thread, without an agreement.
-
-torch checks arguments, and pickles objects, before it calls the group. It logs its errors; `refuse_with_torch` reads
-that log, so that a rank that fails alone refuses the call with all ranks.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from collectives.backends.torch.process_groups import wrapping
 from collectives.backends.uneven_exchange import check_counts
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import CallQueue, Handle, in_step
@@ -53,7 +46,7 @@ from collectives.torch.group_arguments import (
     times,
 )
 from collectives.torch.sparse_rows import check_sparse, start_sum_of_rows
-from topoplan.errors import TopoplanError, UsageError
+from topoplan.errors import UsageError
 
 Result = TypeVar("Result")
 
@@ -772,65 +765,3 @@ class GroupCollectives:
                 except UsageError:
                     return False
         return len({tensor.dtype for tensor in tensors}) == 1 and self._planned()
-
-
-ONE_CALL = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "scatter",
-)
-"""Functions of torch that call the group once, after their checks."""
-
-OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
-"""Functions of torch that call the group several times, after they have pickled."""
-
-PICKLING, LOADING = "_object_to_tensor", "_tensor_to_object"
-"""The functions of torch that pickle, and that load when all ranks have called the group for the last time."""
-
-
-def refuse_with_torch(record: logging.LogRecord) -> bool:
-    """Let all ranks refuse a collective that torch has left on this one alone, before a call of the group.
-
-    A filter of torch's logger: torch logs an error of each of its collectives while it is raised. Returns True.
-    """
-    error, trace = sys.exc_info()[1:]
-    frames = []
-    while trace is not None:
-        frames.append(trace.tb_frame)
-        trace = trace.tb_next
-    module = dist.distributed_c10d.__name__
-    asked = next((one for one in frames if one.f_globals.get("__name__") == module), None)
-    if asked is None or error is None or asked.f_code.co_name not in (*ONE_CALL, *OBJECTS):
-        return True
-    names = {one.f_code.co_name for one in frames}
-    if PICKLING not in names:
-        by_group = any(str(one.f_globals.get("__name__")).startswith("collectives.") for one in frames)
-        # a list too short for the result, or none, is found behind the last call
-        early = LOADING not in names and isinstance(error, (MemoryError, RuntimeError, ValueError))
-        if by_group or isinstance(error, TopoplanError) or (asked.f_code.co_name in OBJECTS and not early):
-            return True
-    group = asked.f_locals.get("group")
-    found = wrapping(dist.group.WORLD if group is None else group)
-    if isinstance(found, GroupCollectives):
-        with suppress(TopoplanError):  # this rank raises its own error
-            if found._planned():
-                found._refuse_for(error)
-    return True
-
-
-def watch_torch() -> None:
-    """Add `refuse_with_torch` to the logger of torch's collectives."""
-    for name in sorted(logging.root.manager.loggerDict):
-        if name.startswith("c10d-"):
-            logging.getLogger(name).addFilter(refuse_with_torch)

@@ -52,7 +52,7 @@ from collectives.communicator.handle import Handle
 from collectives.peers.agreement import Gather
 from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.torch.futures import JointWork
-from collectives.torch.group_collectives import GroupCollectives, watch_torch
+from collectives.torch.group_collectives import GroupCollectives
 from collectives.torch.plan_agreement import ON_FAILURE, agreed_file, agreed_on_failure, gather_over
 from topoplan.errors import BackendError, UsageError
 
@@ -557,7 +557,6 @@ def make_back_end(options: Any, _: object = None) -> ProcessGroupTopoplan:
 def register() -> None:
     """Register the back end "topoplan" with torch; once the package is installed torch 2.14 and newer call this."""
     dist.Backend.register_backend("topoplan", make_back_end, extended_api=True, devices=["cpu", "cuda"])
-    watch_torch()
 
 
 register()

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from collectives.torch import ProcessGroupTopoplan
 from tests.support.rank_scenarios import scenario
 from tests.support.torch_scenarios import be_rank, of_all_ranks
-from topoplan.errors import BackendError, RefusedError, UsageError
+from topoplan.errors import BackendError, UsageError
 
 MOVED = ("int16", "bool", "bfloat16", "float8_e4m3fn", "complex64")
 
@@ -47,89 +46,6 @@ def check_usable() -> None:
     dist.all_reduce(beneath, op=dist.ReduceOp.BAND)
     assert planned.tolist() == [dist.get_world_size()] * 2
     assert beneath.tolist() == [7, 7]
-
-
-class Unreadable:
-    """An object that rank 1 cannot load."""
-
-    def __reduce__(self) -> tuple[Callable[[], str], tuple[()]]:
-        return read_or_fail, ()
-
-
-class Uncopied:
-    """An object of this package, by its error, that cannot be pickled."""
-
-    def __reduce__(self) -> str:
-        raise UsageError("no copy")
-
-
-def read_or_fail() -> str:
-    if dist.get_rank() == 1:
-        raise ValueError("not here")
-    return "read"
-
-
-def gathered(one: Any, group: Any = None) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, one, group=group)
-    return found
-
-
-@scenario(3)
-def what_torch_refuses_on_one_rank_alone_all_ranks_refuse() -> None:
-    """Objects that it cannot pickle, and arguments; in the first call of a group too. Nobody is a call behind."""
-    rank, size, fresh = dist.get_rank(), dist.get_world_size(), dist.new_group()
-    unpicklable = threading.Lock() if rank == 1 else rank
-    listed = [unpicklable] * size
-    tensor: Any = "no tensor" if rank == 1 else torch.ones(2)
-    found: list[Any] = [None] * size
-
-    def without_memory(call: Callable[[], object]) -> None:
-        """Between the sizes and the objects."""
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == 1:
-                patch.setattr(torch, "empty", Mock(side_effect=MemoryError))
-            call()
-
-    def in_block() -> None:
-        with _coalescing_manager(device=torch.device("cpu")):
-            dist.all_reduce(tensor)
-
-    calls: list[Callable[[], object]] = [
-        lambda: gathered(unpicklable, fresh),
-        lambda: gathered(unpicklable),
-        lambda: gathered(Uncopied() if rank == 1 else rank),
-        lambda: dist.gather_object(unpicklable, found if rank == 0 else None, dst=0),
-        lambda: dist.broadcast_object_list(list(listed), src=1),
-        lambda: dist.scatter_object_list([None], listed, src=1),
-        lambda: without_memory(lambda: gathered(rank)),
-        lambda: dist.broadcast_object_list([] if rank == 1 else [None], src=1),
-        lambda: dist.all_reduce(tensor),
-        lambda: dist.all_gather([torch.ones(2) for _ in range(size)], tensor),
-        in_block,
-    ]
-    own = (TypeError, ValueError, MemoryError, UsageError)
-    for number, call in enumerate(calls):
-        with pytest.raises(
-            own if rank == 1 else RefusedError, match="" if rank == 1 else "rank 1 refused the"
-        ):
-            call()
-        assert gathered((number, rank)) == [(number, one) for one in range(size)]
-    with pytest.raises(TypeError, match="pickle"):
-        gathered(threading.Lock())
-    check_usable()
-    if rank == 1:
-        with pytest.raises(IndexError):
-            dist.all_gather_object([None], rank)
-    else:
-        assert gathered(rank) == list(range(size))
-    if rank == 1:
-        with pytest.raises(ValueError, match="not here"):
-            gathered(Unreadable())
-    else:
-        assert gathered(Unreadable()) == ["read"] * size
-    assert gathered(rank) == list(range(size))
-    check_usable()
 
 
 @scenario(3)
