@@ -25,6 +25,7 @@ from topoplan.plans.certificates.certificate import Channels, Cut, Lengths
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.plan import Plan
 from topoplan.solve.packing import all_to_all
+from topoplan.solve.simplex.guided_simplex import GuidedSimplex
 
 
 def exact_rate(plan: Plan) -> Fraction:
@@ -259,6 +260,20 @@ def test_a_demand_over_one_way_links_needs_paths_only_for_what_it_sends(seed: in
         wrong = replace(plan, certificate=Demand(tuple(map(tuple, demand)), plan.certificate.certificate))
         with refused(PlanError, "the ranks are not connected over nvlink"):
             topoplan.verify(wrong)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", ["torus:4,4,2@25", "torus:8,4@25", "torus:2,2,2,2,2@25"])
+@pytest.mark.parametrize("orders", [5, 7, 9])
+def test_blocks_of_nine_orders_of_magnitude_are_planned_by_a_few_exact_pivots(name: str, orders: int) -> None:
+    """No exact search starts anew, which took minutes; the optimum is proved, and is that of HiGHS within its gap."""
+    pick = Random(f"orders {orders} {name}")
+    demand = [[int(10 ** pick.uniform(0, orders)) * (a != b) for b in range(32)] for a in range(32)]
+    with mock.patch.object(GuidedSimplex, "_repaired", side_effect=AssertionError("searched anew")):
+        plan = topoplan.plan(name, "alltoall", demand=demand)
+    assert topoplan.verify(plan).optimal
+    near = topoplan.plan(name, "alltoall", demand=demand, method="mwu", epsilon=0.01)
+    assert 0.99 * plan.rate <= near.rate <= plan.rate * (1 + 1e-9) <= near.bound * (1 + 2e-9)
 
 
 def test_a_demand_takes_links_that_join_all_ranks_before_those_that_serve_it_alone() -> None:
