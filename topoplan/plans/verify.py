@@ -191,11 +191,11 @@ def _check_header(plan: Plan) -> Fabric:
 
 def _demand_of(plan: Plan) -> Demand | None:
     """Return the demand of an all-to-all whose blocks differ; None for other plans."""
+    if plan.collective != ALL_TO_ALL:
+        return None
     from topoplan.plans.certificates.exchange import Demand
 
-    if plan.collective == ALL_TO_ALL and isinstance(plan.certificate, Demand):
-        return plan.certificate
-    return None
+    return plan.certificate if isinstance(plan.certificate, Demand) else None
 
 
 def _check_symmetries(plan: Plan, shards: ImageShards, fabric: Fabric) -> None:
