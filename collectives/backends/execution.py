@@ -50,6 +50,7 @@ from collectives.tables.transfer_table import (
     RankBlocks,
     Traffic,
     TransferTable,
+    UnevenBlocks,
     place_in,
 )
 from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError
@@ -596,6 +597,8 @@ class Execution(Generic[Array]):
         if isinstance(kind.uneven, RankBlocks) and kind.uneven.only is not None:
             alone = "broadcast" if kind.uneven.gathered else "reduce"
             return self._plan(alone, kind.uneven.only, kind.nbytes)
+        if isinstance(kind.uneven, UnevenBlocks):
+            return self._plan_of_exchange(kind)
         plan = self._plan(kind.collective, kind.root if kind.uneven is None else None, kind.nbytes)
         if isinstance(kind.uneven, RankBlocks):
             blocks = kind.uneven.counts
@@ -605,8 +608,13 @@ class Execution(Generic[Array]):
                 plan,
                 made_by=lambda make: self.planned(make, collective=kind.method, about=digest_of((blocks,))),
             )
-        if kind.uneven is None:
-            return plan
+        return plan
+
+    def _plan_of_exchange(self, kind: CallKind) -> Plan:
+        """Return the plan for an all-to-all of uneven blocks."""
+        plan = self.store.plan_of_pairs(
+            kind.nbytes, made_by=lambda make: self.planned(make, collective=kind.collective)
+        )
         demand = demand_of(kind.rows)
         if demand is None and not isinstance(plan.certificate, Demand):
             return plan

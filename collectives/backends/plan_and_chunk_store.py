@@ -32,6 +32,7 @@ from collectives.backends.demand_plans import (
 from collectives.backends.request import Counts
 from collectives.tables.lowering import PlanKey
 from topoplan.errors import UsageError
+from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
 from topoplan.model.schedule_selection import plan_like
 from topoplan.plans.certificates.exchange import Demand, DemandMatrix
@@ -65,6 +66,9 @@ OPEN_SEARCHES = 64
 
 KEPT_DEMANDS = 16
 """The most plans of uneven blocks that are kept; beyond them the least recently used is dropped."""
+
+PAIRS = "pairs"
+"""Name of the plan of equal blocks of the pairs of ranks that one-way links join; no collective has it."""
 
 ChunkKey = tuple[str, str, int]
 """Plan digest, back end, and the power of two that the bytes do not exceed."""
@@ -336,6 +340,33 @@ class PlanStore:
                 lambda: plan_like(self._given, collective, root=root)
             )
         return self._plans[key].at(nbytes)
+
+    def plan_of_pairs(
+        self, nbytes: int, *, made_by: Callable[[Callable[[], Plans]], Plans] | None = None
+    ) -> Plan:
+        """Return the plan of equal blocks between all ranks, or, over one-way links, of the pairs that have a path.
+
+        `nbytes` and `made_by` are as in `plan`. No rank can send a block to one that it does not reach.
+        """
+        if self.knows(ALL_TO_ALL, None) or not self._pairs:
+            return self.plan(ALL_TO_ALL, None, nbytes, made_by=made_by)
+        key = (PAIRS, None)
+        if key not in self._plans:
+            epsilon = demand_gap(len(self._pairs))
+            self._plans[key] = (made_by or plan_locally)(
+                lambda: plan_like(self._given, ALL_TO_ALL, demand=self._pairs, epsilon=epsilon)
+            )
+        return self._plans[key].at(nbytes)
+
+    @cached_property
+    def _pairs(self) -> DemandMatrix | None:
+        """Return one unit for each pair of ranks that a path joins; None if one joins all, or none joins two."""
+        fabric = Fabric(self.topology, self.channels)
+        if not fabric.unreachable():
+            return None
+        reached = [fabric.reached_from(rank, forward=True) for rank in range(fabric.size)]
+        pairs = tuple(tuple(int(rank in found) for rank in range(fabric.size)) for found in reached)
+        return pairs if sum(map(sum, pairs)) > fabric.size else None
 
     def plan_of_demand(
         self,

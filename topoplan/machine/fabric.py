@@ -344,11 +344,20 @@ class Fabric:
                 return channel
         return "network" if "network" in crossed else self.channels[0]
 
-    def unreachable(self, collective: str = "allreduce", root: int | None = None) -> tuple[str, ...]:
+    def unreachable(
+        self,
+        collective: str = "allreduce",
+        root: int | None = None,
+        demand: Sequence[Sequence[int]] | None = None,
+    ) -> tuple[str, ...]:
         """Return the devices of a cut that no link leaves and that a collective has to cross; () if none exists.
 
-        A broadcast needs paths from its root, a reduce paths to it, every other collective paths between all ranks.
+        A broadcast needs paths from its root, a reduce paths to it, a demand from row to column paths for what it
+        sends, every other collective paths between all ranks.
         """
+        if demand is not None:
+            pair = self.pair_without_path(demand)
+            return () if pair is None else self.devices_of(self.reached_from(pair[0], forward=True))
         ranks = set(range(self.size))
         start = root if root is not None else 0
         if collective != "reduce":
@@ -360,6 +369,17 @@ class Fabric:
             if lost:
                 return self.devices_of(self.reached_from(min(lost), forward=True))
         return ()
+
+    def pair_without_path(self, demand: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+        """Return the first ranks, by source and destination, between which a demand has no path; None if all have."""
+        if not self.unreachable():
+            return None
+        for source, row in enumerate(demand):
+            wanted = {rank for rank, amount in enumerate(row) if amount} - {source}
+            lost = wanted - self.reached_from(source, forward=True) if wanted else wanted
+            if lost:
+                return source, min(lost)
+        return None
 
     def devices_of(self, states: Iterable[int]) -> tuple[str, ...]:
         """Return the names of the devices of some states of the graph of routes, in the order of `nodes`."""
@@ -396,14 +416,20 @@ def channel_words(channels: Sequence[str], topology: Topology | None = None) -> 
 
 
 def usable_fabric(
-    topology: Topology, *, channels: str = "auto", collective: str = "allreduce", root: int | None = None
+    topology: Topology,
+    *,
+    channels: str = "auto",
+    collective: str = "allreduce",
+    root: int | None = None,
+    demand: Sequence[Sequence[int]] | None = None,
 ) -> Fabric:
     """Return the fabric of a plan for an allocation (see `Topology.subset`).
 
     ``channels="auto"`` takes NVLink if it connects all ranks, else NVLink islands together with the PCIe between them,
     else PCIe, else the same with the network: NVLink if it connects the ranks of each server, else NVLink islands and
     PCIe, else PCIe. Other values allow no alternative. A broadcast needs paths from ``root`` only, a reduce paths to
-    it.
+    it. If no choice connects all ranks, a ``demand`` from row to column takes the first with paths for all that it
+    sends.
 
     InfeasibleError if the links do not connect the ranks, with the cut; UsageError for unknown ``channels``;
     TopologyError for a helper without a link in or out.
@@ -415,13 +441,14 @@ def usable_fabric(
         raise UsageError(
             f"{topology.name} states no PCIe links, which channels {channels} would take beside NVLink; use auto"
         )
-    for choice in CHANNEL_CHOICES[channels]:
-        fabric = Fabric(staged(topology) if STAGED in choice else topology, choice)
-        if channels == "auto" and not is_default(choice, [topology]):
-            continue
-        if not fabric.unreachable(collective, root):
-            return fabric
-    raise _no_path(topology, channels, collective, root)
+    for needed in (None,) if demand is None else (None, demand):
+        for choice in CHANNEL_CHOICES[channels]:
+            if channels == "auto" and not is_default(choice, [topology]):
+                continue
+            fabric = Fabric(staged(topology) if STAGED in choice else topology, choice)
+            if not fabric.unreachable(collective, root, needed):
+                return fabric
+    raise _no_path(topology, channels, collective, root, demand)
 
 
 def _states_pcie(topology: Topology) -> bool:
@@ -502,11 +529,17 @@ def _forwarding(fabric: Fabric) -> Fabric:
     return Fabric(replace(fabric.topology, devices=devices), fabric.channels)
 
 
-def _no_path(topology: Topology, channels: str, collective: str, root: int | None) -> InfeasibleError:
+def _no_path(
+    topology: Topology,
+    channels: str,
+    collective: str,
+    root: int | None,
+    demand: Sequence[Sequence[int]] | None,
+) -> InfeasibleError:
     """Return the error with a cut that none of the chosen links leaves; for ``auto``, if possible, no link at all."""
     mixed = Fabric(topology, tuple(dict.fromkeys(sum(CHANNEL_CHOICES[channels], ()))))
-    cut = mixed.unreachable(collective, root)
-    if cut and not _forwarding(mixed).unreachable(collective, root):
+    cut = mixed.unreachable(collective, root, demand)
+    if cut and not _forwarding(mixed).unreachable(collective, root, demand):
         gpus = [name for name in cut if name in topology.gpus]
         others = [name for name in topology.gpus if name not in gpus]
         return InfeasibleError(
@@ -525,11 +558,16 @@ def _no_path(topology: Topology, channels: str, collective: str, root: int | Non
     if channels == "auto" and _has_islands(topology) and not _states_pcie(topology):
         hint = "; NVLink joins only some of them, and the machine states no PCIe links of a host that joins the others"
     if not cut:
-        cut = Fabric(topology, CHANNEL_CHOICES[channels][0]).unreachable(collective, root)
+        mixed = Fabric(topology, CHANNEL_CHOICES[channels][0])
+        cut = mixed.unreachable(collective, root, demand)
         wires = "NVLink"
         hint = ", and PCIe or network alone do not connect the GPUs either; plan each part alone with --gpus"
     gpus = [name for name in cut if name in topology.gpus]
     others = [name for name in topology.gpus if name not in gpus]
+    pair = None if demand is None else mixed.pair_without_path(demand)
+    if pair is not None:
+        hint = f", and the demand sends a block from rank {pair[0]} to rank {pair[1]}{hint}"
+        others = [topology.gpus[pair[1]]]
     return InfeasibleError(
         f"no {wires} path leads from {{{', '.join(gpus)}}} to {{{', '.join(others)}}}: "
         f"nothing leaves the cut {{{', '.join(name for name in cut if not is_part(name))}}}{hint}",

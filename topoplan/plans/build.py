@@ -78,13 +78,23 @@ class Allocation:
         chosen = self.machine.subset(self.gpus).settled()
         return split(chosen) if chosen.half_duplex else chosen
 
-    def fabric(self, channels: str) -> Fabric:
+    def fabric(self, channels: str, demand: Sequence[Sequence[int]] | None = None) -> Fabric:
         """Return the first choice of links that joins the ranks as the collective needs (see `usable_fabric`)."""
-        return usable_fabric(self.topology, channels=channels, collective=self.collective, root=self.root)
+        return usable_fabric(
+            self.topology, channels=channels, collective=self.collective, root=self.root, demand=demand
+        )
 
     def connected(self) -> Fabric:
-        """Return the first choice of links that leads from every rank to every other, for any collective."""
-        return usable_fabric(self.topology, channels=self.channels)
+        """Return the first choice of links that leads from every rank to every other, for any collective.
+
+        If none does, that from or to the root of a broadcast or reduce.
+        """
+        try:
+            return usable_fabric(self.topology, channels=self.channels)
+        except InfeasibleError:
+            if self.root is None:
+                raise
+            return self.fabric(self.channels)
 
 
 class _Timed(Protocol):

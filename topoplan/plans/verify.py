@@ -42,6 +42,7 @@ from topoplan.plans.shards import (
 from topoplan.units import TOLERANCE, nearest_float, shown
 
 if TYPE_CHECKING:
+    from topoplan.plans.certificates.exchange import Demand
     from topoplan.plans.plan_by_kind import PlanByKind
 
 MANY = 1 << 40
@@ -180,9 +181,21 @@ def _check_header(plan: Plan) -> Fabric:
     if plan.collective not in ROOTED and plan.root is not None:
         raise PlanError(f"{plan.collective} has no root, but the plan names rank {plan.root}")
     fabric = Fabric(plan.topology, plan.channels)
-    if fabric.unreachable(plan.collective, plan.root):
+    demand = _demand_of(plan)
+    if demand is not None:
+        demand.check(fabric)
+    if fabric.unreachable(plan.collective, plan.root, None if demand is None else demand.demand):
         raise PlanError(f"the ranks are not connected over {', '.join(plan.channels)}")
     return fabric
+
+
+def _demand_of(plan: Plan) -> Demand | None:
+    """Return the demand of an all-to-all whose blocks differ; None for other plans."""
+    if plan.collective != ALL_TO_ALL:
+        return None
+    from topoplan.plans.certificates.exchange import Demand
+
+    return plan.certificate if isinstance(plan.certificate, Demand) else None
 
 
 def _check_symmetries(plan: Plan, shards: ImageShards, fabric: Fabric) -> None:
@@ -406,9 +419,7 @@ def _check_exchange(plan: Plan) -> None:
             "the bounds of channels do not add up for an alltoall: pairs may be divided differently"
         )
     size = len(plan.ranks)
-    from topoplan.plans.certificates.exchange import Demand
-
-    demand = plan.certificate if isinstance(plan.certificate, Demand) else None
+    demand = _demand_of(plan)
     carried: dict[tuple[int, int], Fraction] = {}
     last = (0, 0)
     for number, shard in enumerate(plan.shards):

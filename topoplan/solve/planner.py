@@ -171,7 +171,8 @@ def plan(
         Seconds after which the search ends with the best forest so far, its true gap and a note; None for no limit. It
         is checked between the rounds of the search, and the first round is always made.
     demand : sequence of sequences of int, or None
-        For ``alltoall``, the bytes that row sends to column; None if all pairs exchange the same.
+        For ``alltoall``, the bytes that row sends to column; None if all pairs exchange the same. Over one-way links
+        only pairs with bytes need a path.
     tolerance : float
         For ``exact`` on more than 32 classes of equivalent ranks, since their bandwidths were measured: how far
         below the bound a plan on the slowest link of each kind may stay and still be the answer, as a fraction of the
@@ -274,7 +275,7 @@ def plan(
         return replace(
             made, order=_stated_order(method, order), planning_seconds=time.perf_counter() - started
         )
-    fabric = asked.fabric(channels)
+    fabric = asked.fabric(channels, wanted)
     if fabric.size == 1:
         made = trivial_plan(fabric, collective, root=asked.root, method=method)
     elif collective == ALL_TO_ALL:
@@ -302,7 +303,8 @@ def plan(
         if height is not None and made.height > height:
             made = lower_trees(made, height, deadline=deadline, progress=progress)
     made = _with_stop(made, deadline)
-    if channels in UNIONS and not Fabric(asked.topology, ("nvlink",)).unreachable(collective, asked.root):
+    nvlink = Fabric(asked.topology, ("nvlink",))
+    if channels in UNIONS and not nvlink.unreachable(collective, asked.root, wanted):
         from topoplan.model.channel_split import beside_nvlink
 
         alone = over(channels="nvlink", time_limit=deadline.left, demand=demand)

@@ -39,9 +39,10 @@ from tests.support.demands import drifting, hot_block, hot_rows, magnitudes, one
 from tests.support.file_gather import FileGather
 from tests.support.job_meeting import Meeting, as_threads, of_all
 from tests.support.ports import free_port
-from tests.support.small_fabrics import direct_machines
+from tests.support.refusals import refused
+from tests.support.small_fabrics import direct_machines, machine
 from tests.support.tcp_jobs import in_processes
-from topoplan.errors import BackendError, UsageError
+from topoplan.errors import BackendError, InfeasibleError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.plan import Plan
@@ -143,6 +144,32 @@ def test_ranks_exchange_what_numpy_does(backend: str, options: dict[str, str]) -
             assert np.array_equal(out, wanted)
 
     on_ranks(body, backend, chunk_bytes=1 << 14, **options)
+
+
+@pytest.mark.parametrize("backend", ["shared", "tcp"])
+def test_one_way_links_carry_what_has_a_path(backend: str) -> None:
+    """Also a scatter from the first rank and a gather at the last; a block without a path is refused on all ranks."""
+    wires = {("gpu0", "gpu1"): 10.0, ("gpu1", "gpu2"): 10.0, ("gpu0", "gpu2"): 5.0, ("gpu2", "gpu3"): 8.0}
+    plan = topoplan.plan(machine(RANKS, wires), "broadcast", root=0)
+    some: Rows = [[1, 4, 2, 0], [0, 0, 3, 1], [0, 0, 2, 9], [0, 0, 0, 1]]
+    none: Rows = [[2 * (r == s) for s in range(RANKS)] for r in range(RANKS)]
+
+    def body(comm: Communicator, rank: int) -> None:
+        for rows in (some, none, [[3 * n for n in row] for row in some]):
+            arrays = inputs(rows)
+            assert np.array_equal(comm.all_to_all_v(arrays[rank], rows[rank]), exchanged(arrays, rows)[rank])
+        eight = np.arange(8, dtype=np.float32)
+        assert np.array_equal(comm.scatter(eight), eight[2 * rank : 2 * rank + 2])
+        gathered = comm.gather(eight[rank : rank + 1], root=3)
+        assert gathered is None if rank != 3 else np.array_equal(gathered, eight[:4])
+        for root in (1, 3):
+            with refused(InfeasibleError, "path leads from"):
+                comm.scatter(eight, root=root)
+        with refused(InfeasibleError, "path leads from"):
+            comm.all_to_all(eight)
+        assert np.array_equal(comm.all_to_all_v(arrays[rank], rows[rank]), exchanged(arrays, rows)[rank])
+
+    on_ranks(body, backend, plan=plan)
 
 
 @pytest.mark.parametrize("backend", ["shared", "tcp"])
@@ -285,8 +312,8 @@ def test_demands_of_64_ranks_are_planned_where_ranks_share_switches() -> None:
     """On eight servers a new plan reaches its cut; a torus of 36 goes by equal blocks."""
     server = topoplan.Server(topoplan.load("dgx-h100"), count=8)
     servers = topoplan.cluster([server], nics=8, nic_gbps=400, nic_access="direct")
-    for machine, planned in ((servers, 1), ("torus:4,3,3@25", 0)):
-        even = topoplan.plan(machine, "alltoall")
+    for where, planned in ((servers, 1), ("torus:4,3,3@25", 0)):
+        even = topoplan.plan(where, "alltoall")
         rows = tuple(map(tuple, one_hot(len(even.ranks), 3)))
         rows = tuple(tuple(count + 1 for count in row) for row in rows)
         store, demand = PlanStore(even), demand_of(rows)

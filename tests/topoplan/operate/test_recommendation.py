@@ -86,6 +86,24 @@ def test_random_machines_too(machine: Topology) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("collective", ["broadcast", "reduce"])
+def test_the_root_of_a_set_counts_if_links_differ_by_direction(collective: str) -> None:
+    """Around a ring of 10 GB/s one way and 5 back, images of a set have rates of their own from their first GPUs."""
+    ways = {(f"gpu{rank}", f"gpu{(rank + 1) % 5}"): 10.0 for rank in range(5)}
+    ring = machine_of_gpus(5, {**ways, **{(b, a): 5.0 for a, b in ways}})
+    for count in (2, 3, 4):
+        sets = recommend(ring, count, collective)
+        rates = {}
+        for one in sets:
+            try:
+                rates[one.gpus] = topoplan.plan(ring, collective, gpus=one.gpus).rate
+            except InfeasibleError:
+                rates[one.gpus] = 0.0
+        assert {one.gpus: one.rate for one in sets} == rates
+        assert {5.0, 10.0} <= {*rates.values()}
+        assert sets[0].rate == max(rates.values())
+
+
 def test_known_sets_of_known_machines() -> None:
     sets = recommend("dgx-1v", 4)
     assert [(one.gpus, one.following, one.left) for one in sets[:2]] == [

@@ -25,6 +25,7 @@ from topoplan.plans.certificates.certificate import Channels, Cut, Lengths
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.plan import Plan
 from topoplan.solve.packing import all_to_all
+from topoplan.solve.simplex.guided_simplex import GuidedSimplex
 
 
 def exact_rate(plan: Plan) -> Fraction:
@@ -219,6 +220,74 @@ def test_a_random_demand_takes_the_time_of_a_linear_program(seed: int) -> None:
     one = topoplan.plan(made, "alltoall", demand=demand, height=1)
     assert one.height == 1
     assert topoplan.verify(one).rate == pytest.approx(mean * direct, rel=1e-7)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(50))
+def test_a_demand_over_one_way_links_needs_paths_only_for_what_it_sends(seed: int) -> None:
+    """It takes the time of a linear program; a block for a rank out of reach is refused with both ranks."""
+    pick = Random(f"one way {seed}")
+    size, switches = pick.randint(3, 7), pick.randint(0, 2)
+    names = [f"gpu{rank}" for rank in range(size)] + [f"sw{number}" for number in range(switches)]
+    wires = {
+        (a, b): pick.choice((1.0, 2.5, 7.0, 25.0))
+        for a in names
+        for b in names
+        if a != b and (a, b) != ("gpu1", "gpu0") and ((a, b) == ("gpu0", "gpu1") or pick.random() < 0.25)
+    }
+    made = machine(size, wires, switches=switches)
+    fabric = Fabric(made, ("nvlink",))
+    reached = [fabric.reached_from(rank, forward=True) for rank in range(size)]
+    demand = [[pick.choice((0, 1, 9, 10**6)) * (d in reached[s]) for d in range(size)] for s in range(size)]
+    demand[0][1] += 1
+    mean, best = Fraction(sum(map(sum, demand)), size), concurrent_flow(fabric, demand)
+    plan = topoplan.plan(made, "alltoall", demand=demand)
+    assert float(exact_rate(plan)) == pytest.approx(float(mean) * best, rel=1e-7)
+    assert (
+        topoplan.verify(topoplan.plan(made, "alltoall", demand=demand, method="mwu")).rate >= 0.95 * plan.rate
+    )
+    lost = [(s, d) for s in range(size) for d in range(size) if d not in reached[s]]
+    if lost:
+        source, end = pick.choice(lost)
+        demand[source][end] = 4
+        with refused(InfeasibleError, f"the demand sends a block from rank {source} to rank {end}") as caught:
+            topoplan.plan(made, "alltoall", demand=demand)
+        cut = caught.value.cut  # type: ignore[attr-defined]
+        assert f"gpu{source}" in cut
+        assert f"gpu{end}" not in cut
+        assert not any(a in cut and b not in cut for a, b in wires)
+        assert isinstance(plan.certificate, Demand)
+        wrong = replace(plan, certificate=Demand(tuple(map(tuple, demand)), plan.certificate.certificate))
+        with refused(PlanError, "the ranks are not connected over nvlink"):
+            topoplan.verify(wrong)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", ["torus:4,4,2@25", "torus:8,4@25", "torus:2,2,2,2,2@25"])
+@pytest.mark.parametrize("orders", [5, 7, 9])
+def test_blocks_of_nine_orders_of_magnitude_are_planned_by_a_few_exact_pivots(name: str, orders: int) -> None:
+    """No exact search starts anew, which took minutes; the optimum is proved, and is that of HiGHS within its gap."""
+    pick = Random(f"orders {orders} {name}")
+    demand = [[int(10 ** pick.uniform(0, orders)) * (a != b) for b in range(32)] for a in range(32)]
+    with mock.patch.object(GuidedSimplex, "_repaired", side_effect=AssertionError("searched anew")):
+        plan = topoplan.plan(name, "alltoall", demand=demand)
+    assert topoplan.verify(plan).optimal
+    near = topoplan.plan(name, "alltoall", demand=demand, method="mwu", epsilon=0.01)
+    assert 0.99 * plan.rate <= near.rate <= plan.rate * (1 + 1e-9) <= near.bound * (1 + 2e-9)
+
+
+def test_a_demand_takes_links_that_join_all_ranks_before_those_that_serve_it_alone() -> None:
+    """Plans of demands stay what they were wherever some channels join all ranks."""
+    wires = {("gpu0", "gpu1"): 1.0, ("gpu1", "gpu2"): 1.0}
+    one_way = machine(3, wires)
+    hosts = machine(
+        3, {(f"gpu{a}", f"gpu{b}"): 9.0 for a in range(3) for b in range(3) if a != b}, channel="pcie"
+    )
+    both = replace(one_way, links=one_way.links + hosts.links)
+    demand = [[0, 5, 5], [0, 0, 5], [0, 0, 0]]
+    assert topoplan.plan(one_way, "alltoall", demand=demand).channels == ("nvlink",)
+    assert "nvlink" not in topoplan.plan(both, "alltoall", demand=demand, channels="pcie").channels
+    assert topoplan.plan(both, "alltoall", demand=demand).channels == topoplan.plan(both, "alltoall").channels
 
 
 @pytest.mark.thorough

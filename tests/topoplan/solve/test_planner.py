@@ -106,6 +106,19 @@ def test_a_wire_of_one_direction_serves_a_broadcast_and_nothing_that_needs_an_an
         assert caught.value.cut == ("gpu1",)
 
 
+@pytest.mark.parametrize("schedule", ["one-hop", "mesh", "lowest-tree", "trees"])
+def test_schedules_of_a_root_need_only_its_direction(schedule: str) -> None:
+    """gpu0 sends to three GPUs that cannot answer, the slowest at 5 GB/s; reversed, they send to gpu0."""
+    wires = {("gpu0", "gpu1"): 10.0, ("gpu0", "gpu2"): 10.0, ("gpu0", "gpu3"): 5.0, ("gpu1", "gpu2"): 4.0}
+    back = {(b, a): width for (a, b), width in wires.items()}
+    asked = {} if schedule == "trees" else {"schedule": schedule}
+    for collective, links in (("broadcast", wires), ("reduce", back)):
+        made = topoplan.plan(machine(4, links), collective, root=0, **asked)  # type: ignore[arg-type]
+        assert topoplan.verify(made).rate == 5
+        with refused(InfeasibleError, "path leads from"):
+            topoplan.plan(machine(4, links), collective, root=3, **asked)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("size", [5, 12])
 def test_a_chain_of_one_way_links_is_broadcast_at_its_cut(size: int) -> None:
     """No rank reaches the root, and none needs to; the reduce of the reversed chain is the same."""

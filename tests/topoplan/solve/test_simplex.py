@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from random import Random
 
 import numpy as np
 import pytest
@@ -209,6 +210,38 @@ def test_repairs_find_the_optimum_from_any_basis() -> None:
     assert guided._repaired().value == exact.value
     assert (guided.repairs, guided.value) == (1, exact.value)
     assert guided.confirm()
+
+
+@pytest.mark.parametrize("size", [1, 1 << 40])
+@pytest.mark.parametrize("seed", range(4))
+def test_gains_too_small_for_floating_point_are_found_by_exact_pivots(size: int, seed: int) -> None:
+    """Entries of 1 to 10^12 in one program: the optimum is exact, and no search starts anew."""
+    pick = Random(f"entries {seed}")
+    limits = [pick.randint(1, 9) for _ in range(12)]
+    columns = [[int(10 ** pick.uniform(0, 12)) * (pick.random() < 0.4) for _ in range(12)] for _ in range(40)]
+    for column in columns:
+        column[pick.randrange(12)] += 1
+    program = Program(limits, columns, [pick.choice((1, 2, 10**6)) for _ in columns])
+    exact = solved(PackingSimplex, program)
+    guided = GuidedSimplex(limits, size=size)
+    guided.add(columns, program.costs)
+    guided.optimise()
+    assert_proved(program, guided)
+    assert guided.value == exact.value
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_feasible_basis_leads_to_the_optimum_by_exact_pivots(seed: int) -> None:
+    """From the basis of all slacks, with ties in every row: nothing is gained by most pivots, and they end."""
+    pick = Random(f"ties {seed}")
+    columns = [[pick.randint(0, 2) for _ in range(9)] + [1] for _ in range(25)]
+    program = Program([0, 0, 0, 4, 4, 4, 6, 6, 6, 9], columns, [pick.randint(1, 5) for _ in columns])
+    guided, exact = GuidedSimplex(program.limits), solved(PackingSimplex, program)
+    guided.add(columns, program.costs)
+    guided.duals()
+    assert guided.value == exact.value
+    assert guided.repairs == 0
+    assert_proved(program, guided)
 
 
 def test_near_duals_are_the_duals_to_many_digits() -> None:

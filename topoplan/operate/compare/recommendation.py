@@ -4,12 +4,16 @@ Sets are planned once for each class of isomorphic fabrics (`topoplan.operate.co
 listed with the rates of its class. Only a ring over PCIe beside trees over NVLink is a member's own: members of an
 NVLink class may differ on PCIe.
 
+The root of a broadcast or reduce is the first GPU of a set. If links differ by direction, the rate depends on it. An
+isomorphism may move it, so every set is planned alone then.
+
 Ties go to the set that leaves most for the next job: the rate of the best set of as many remaining GPUs, then the rate
 of all remaining GPUs.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -21,7 +25,7 @@ from topoplan.machine.topology import Topology, TopologyLike, as_topology
 from topoplan.operate.compare.allocations import AllocationClass, allocation_classes, interchangeable_groups
 from topoplan.operate.compare.comparison import compare_class
 from topoplan.operate.compare.table import Comparison
-from topoplan.plans.plan import check_collective
+from topoplan.plans.plan import ROOTED, check_collective
 from topoplan.schedules.ring import ring_plan
 from topoplan.solve.planner import plan
 
@@ -100,6 +104,8 @@ class RankedSets:
                 for one in found
                 for gpus in one.allocations
             }
+            if self.collective in ROOTED and not _same_both_ways(self._part):
+                named = {gpus: replace(one, gpus=gpus, members=1) for gpus, one in named.items()}
             self._classes[count] = dict(sorted(named.items()))
         return self._classes[count]
 
@@ -202,6 +208,15 @@ def recommend(
     for one in made:
         numbers.setdefault(of_set[one.gpus].gpus, len(numbers) + 1)
     return tuple(replace(one, number=numbers[of_set[one.gpus].gpus]) for one in made)
+
+
+def _same_both_ways(topology: Topology) -> bool:
+    """Return whether every link has an equal one back: then all roots of a broadcast or reduce are equally fast."""
+    links = Counter((link.src, link.dst, link.channel, link.bandwidth) for link in topology.links)
+    return all(
+        links[dst, src, channel, bandwidth] == number
+        for (src, dst, channel, bandwidth), number in links.items()
+    )
 
 
 def _order(one: GpuSet) -> tuple[float, float, float, float]:

@@ -76,7 +76,7 @@ class Demand(Certificate):
     def bound(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
         if collective != "alltoall":
             raise PlanError(f"a demand bounds alltoall, not {collective}")
-        self._check(fabric)
+        self.check(fabric)
         lengths = self.certificate.link_lengths(fabric, collective)
         if any(value.numerator < 0 for value in lengths):
             raise PlanError("the certificate gives a link a length below zero; lengths are zero or more")
@@ -137,7 +137,8 @@ class Demand(Certificate):
             read_one_fabric(value, "a demand"),
         )
 
-    def _check(self, fabric: Fabric) -> None:
+    def check(self, fabric: Fabric) -> None:
+        """Raise PlanError unless the demand has a row and a column for every rank, and sends something."""
         size = fabric.size
         if len(self.demand) != size or any(len(row) != size for row in self.demand):
             raise PlanError(f"the certificate's demand has other than {size} rows of {size}")

@@ -55,8 +55,8 @@ SPREAD_ROUNDS = 12
 FILLED_FROM = 17
 """Ranks from which the links of the slowest cut are filled before the optimum of a demand is searched for."""
 
-NEARLY = 1e-7
-"""Gap to which floating point packs the trees with which the search for the optimum among many ranks begins."""
+NEARLY = 1e-2
+"""Gap, as a fraction, to which floating point packs the trees with which an exact search among many ranks begins."""
 
 STRICTER = 0.99
 """Part of the gap that floating point uses; the rest is for rounding."""

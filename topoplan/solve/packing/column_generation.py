@@ -152,7 +152,7 @@ class ColumnGeneration:
         if self.guided:
             from topoplan.solve.simplex.guided_simplex import GuidedSimplex
 
-            self.program = GuidedSimplex(limits)
+            self.program = GuidedSimplex(limits, size=packing.column_size)
         else:
             self.program = PackingSimplex(limits)
         self.offset = 0

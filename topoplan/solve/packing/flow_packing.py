@@ -31,6 +31,9 @@ from topoplan.solve.route_table import RouteTable
 
 Whole = NDArray[np.int64]
 
+LARGE_ENTRIES = 1 << 12
+"""Demand of a rank from which amounts are counted in units of their size, so that floating point tells them from 0."""
+
 Path = tuple[int, ...]
 """Nodes of a fabric from a source to a destination; a single node for data that a rank keeps."""
 
@@ -225,6 +228,11 @@ class FlowPacking(Packing):
     def rate_of_one(self) -> Fraction:
         """Units of demand in the mean buffer of a rank: the program's value is the rate of one unit."""
         return Fraction(sum(map(sum, self.demand)), self.fabric.size)
+
+    @property
+    def column_size(self) -> int:
+        most = max(map(sum, self.demand))
+        return 1 << most.bit_length() if most >= LARGE_ENTRIES else 1
 
     @cached_property
     def _leaving(self) -> list[list[tuple[int, int]]]:

@@ -149,6 +149,11 @@ class Packing:
         """Whether blocks of ranks differ: the numbers of an exact simplex then grow long soon."""
         return False
 
+    @property
+    def column_size(self) -> int:
+        """Power of two about as large as the entries of columns; 1 if these are small numbers."""
+        return 1
+
     @cached_property
     def root_counts(self) -> tuple[int, ...]:
         """If every rank owns a part, the number of ranks that each of `roots` represents."""

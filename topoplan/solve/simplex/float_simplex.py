@@ -8,9 +8,10 @@ at a time, by gain over length. Ties are broken beforehand: the limits are raise
 the member farthest below zero for its length leaves, at the least loss (dual steepest edge; Forrest, Goldfarb
 1992), with small fixed fees on nonbasic columns to break ties.
 
-Amounts are fractions of the largest limit and rows are divided by their own, so a tolerance means the same in all
-programs. The basis inverse uses products and sums entry by entry only, row after row: in a matrix product the order
-of additions depends on the processor. A pivot takes some tens of microseconds in a few hundred rows.
+Amounts are fractions of the largest limit, over the size of the columns' entries if these are large. Rows are divided
+by their own limit, so a tolerance means the same in all programs. The basis inverse uses products and sums entry by
+entry only, row after row: in a matrix product the order of additions depends on the processor. A pivot takes some tens
+of microseconds in a few hundred rows.
 """
 
 from __future__ import annotations
@@ -115,6 +116,8 @@ OLD = 100
 class FloatProgram:
     """A program with limits b, zero or more, and a basis of it, at first that of all slacks.
 
+    ``size`` is about the largest entry of its columns, a power of two: amounts are near the largest limit over it.
+
     Attributes
     ----------
     costs : (columns,) float64
@@ -136,9 +139,9 @@ class FloatProgram:
     (4.0, {0: 4.0}, [1.0, 0.0])
     """
 
-    def __init__(self, limits: Floats) -> None:
+    def __init__(self, limits: Floats, *, size: float = 1.0) -> None:
         rows = len(limits)
-        self._top = float(limits.max()) or 1.0
+        self._top = (float(limits.max()) or 1.0) / size
         shares = limits / self._top
         self._scale: Floats = np.where(shares > 0, shares, 1.0)
         self.true_limits: Floats = shares / self._scale
@@ -288,8 +291,8 @@ _LOST = 40
 class FloatSimplex(FloatProgram):
     """A program that can be solved."""
 
-    def __init__(self, limits: Floats) -> None:
-        super().__init__(limits)
+    def __init__(self, limits: Floats, *, size: float = 1.0) -> None:
+        super().__init__(limits, size=size)
         self._stream = RandomStream(3)
 
     def maximise(self, *, enough: float | None = None) -> bool:

@@ -2,8 +2,9 @@
 
 `PackingSimplex` pivots exactly, which is fast while numbers are short; measured bandwidths make them hundreds of
 digits long. Here `FloatSimplex` pivots, and the last basis is solved exactly (`ExactBasis`), as in QSopt_ex
-(Applegate, Cook, Dash, Espinoza 2007). If rounding made a basis look feasible or optimal, a `PackingSimplex` that
-starts from its columns finds the right one.
+(Applegate, Cook, Dash, Espinoza 2007). If rounding made it look optimal, exact pivots lead from it to the optimum: a
+few, since only gains too small for floating point are left. If it made a basis look feasible, and rounding cannot mend
+it, a `PackingSimplex` that starts from its columns finds the right one.
 
 Rows whose slack is basic have dual zero, so only the tight rows and the basic columns are solved for, by lifting
 digit by digit from a prime (Dixon 1982): one inverse modulo a prime p below 2^31 gives the solution of A x = b
@@ -74,6 +75,28 @@ class ExactBasis:
     def value(self) -> Fraction:
         amounts, denominator = self._amounts
         return Fraction(sum(c * x for c, x in zip(self._costs, amounts, strict=True)), denominator)
+
+    @property
+    def members(self) -> list[int]:
+        """The basic columns, and -1 - row for the slack of a row."""
+        return list(self.held[0])
+
+    def exchanged(self, entering: int, column: Sequence[int]) -> list[int]:
+        """Return the members after a column, or the slack -1 - row, enters; the first of equals leaves (Bland 1977)."""
+        parts, denominator = self._system.solve([column[row] for row in self._tight])
+        loose = np.flatnonzero(self._loose).tolist()
+        used = self._columns[self._loose].astype(object) @ np.array(parts, dtype=object)
+        falling = dict(zip(self._numbers, parts, strict=True))
+        for row, load in zip(loose, used.tolist(), strict=True):
+            falling[-1 - row] = column[row] * denominator - load
+        held, _ = self.held
+        leaving, least, fall = 0, 0, 0
+        for member in sorted(held):
+            amount, part = held[member], falling[member]
+            if part > 0 and (not fall or amount * fall < least * part):
+                leaving, least, fall = member, amount, part
+        assert fall, "a packing program is bounded: every column uses some row"
+        return [entering if member == leaving else member for member in held]
 
     def solution(self) -> dict[int, Fraction]:
         """Return the amount of each column that has one above zero, by column number."""
@@ -246,6 +269,12 @@ _SURELY_DEAR = 1e-6
 _MENDS = 10
 """Feasibility repairs of a basis before the search continues exactly."""
 
+_STALLED = 50
+"""Exact pivots without a gain after which the first column that gains enters, so that none returns for ever."""
+
+_EXACT_PIVOTS = 500
+"""Exact pivots from a feasible basis before the search starts anew from its columns."""
+
 _LARGEST = 900
 """Bits that a magnified amount may have."""
 
@@ -257,14 +286,16 @@ _ENTRIES = 4
 class GuidedSimplex:
     """A packing program under construction, with the interface of `PackingSimplex`.
 
+    ``size`` is about the largest entry of its columns, as a power of two.
     `mends` counts infeasible bases, and `repairs` the cases that only exact pivots could solve.
     """
 
     blur = Fraction(1, 1 << 28)
 
-    def __init__(self, limits: Sequence[int]) -> None:
+    def __init__(self, limits: Sequence[int], *, size: int = 1) -> None:
         self._limits = [int(limit) for limit in limits]
-        self._guide = FloatSimplex(np.array([float(limit) for limit in limits]))
+        self._size = size
+        self._guide = FloatSimplex(np.array([float(limit) for limit in limits]), size=float(size))
         self._columns: NDArray[np.int64] = np.zeros((len(limits), 0), dtype=np.int64)
         self._costs: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._basis: ExactBasis | None = None
@@ -337,11 +368,43 @@ class GuidedSimplex:
         return basis.solution() if basis is not None and proved else None
 
     def duals(self) -> tuple[list[int], int]:
-        basis = self._feasible()
-        duals, denominator = basis.duals
-        if min(duals) < 0 or any(gain > 0 for _, gain in self._near_gains(duals, denominator)):
-            basis = self._repaired()
-        return basis.duals
+        return self._optimal(self._feasible()).duals
+
+    def _optimal(self, basis: ExactBasis) -> ExactBasis:
+        """Return an optimal basis of the known columns, by exact pivots from a feasible one.
+
+        The column or slack of largest gain enters; once the value has long stayed, the first that gains (Bland 1977).
+        """
+        stalled = 0
+        for pivot in range(_EXACT_PIVOTS + 1):
+            known = np.arange(self.columns) if pivot else self._near()  # the guide stays at the first basis
+            entering = self._gaining(basis, known, first=stalled > _STALLED)
+            if entering is None:
+                if pivot:
+                    self._guide.restart(np.array(basis.members))
+                    self._basis = basis
+                return basis
+            try:
+                after = self._solved(np.array(basis.exchanged(entering, self._column(entering))))
+            except ZeroDivisionError:
+                break
+            stalled, basis = stalled + 1 if after.value == basis.value else 0, after
+        return self._repaired()
+
+    def _gaining(self, basis: ExactBasis, columns: NDArray[np.int64], *, first: bool) -> int | None:
+        """Return the column of largest gain, or a slack as -1 - row; the first with ``first``, None if none gains."""
+        slacks = ((-1 - row, -dual) for row, dual in enumerate(basis.duals[0]))
+        found = [(gain, number) for number, gain in (*self._gains(basis, columns), *slacks) if gain > 0]
+        if not found:
+            return None
+        return min(number for _, number in found) if first else max(found)[1]
+
+    def _column(self, number: int) -> list[int]:
+        """Return a column, or the slack -1 - row."""
+        if number >= 0:
+            column: list[int] = self._columns[:, number].tolist()
+            return column
+        return [int(row == -1 - number) for row in range(self.rows)]
 
     def near_duals(self) -> tuple[list[int], int]:
         """Return `duals` up to `blur`, quickly."""
@@ -349,16 +412,17 @@ class GuidedSimplex:
         largest = float(duals.max())
         if largest == 0:
             return [0] * self.rows, 1
-        return np.rint(duals / largest * _UNIT).astype(np.int64).tolist(), round(_UNIT / largest)
+        unit = _UNIT * self._size
+        return [int(value) for value in np.rint(duals / largest * unit).tolist()], round(unit / largest)
 
     def keep_optimal(self) -> None:
         self.optimise()
-        duals, denominator = self.duals()
-        self._best = self.value
+        basis = self._optimal(self._feasible())
+        self._best = basis.value
         tight = np.zeros(self.columns, dtype=bool)
-        tight[[number for number, gain in self._near_gains(duals, denominator) if gain == 0]] = True
+        tight[[number for number, gain in self._gains(basis, self._near()) if gain == 0]] = True
         self._guide.allowed = self._guide.allowed & tight
-        self._guide.closed = self._guide.closed | np.array([value > 0 for value in duals])
+        self._guide.closed = self._guide.closed | np.array([value > 0 for value in basis.duals[0]])
 
     def prefer(self, weights: NDArray[np.int64]) -> None:
         self._basis = None
@@ -366,14 +430,16 @@ class GuidedSimplex:
         self._guide.maximise()
         self._guide.costs = first
 
-    def _near_gains(self, duals: list[int], denominator: int) -> list[tuple[int, int]]:
-        """Return the exact gain of every column whose cost is nearly zero, over the common denominator."""
-        near = np.flatnonzero(self._guide.gains() > -_SURELY_DEAR)
-        prices = np.array(duals, dtype=object)
-        exact = self._costs[near].astype(object) * denominator - prices @ self._columns[:, near].astype(
-            object
-        )
-        return list(zip(near.tolist(), exact.tolist(), strict=True))
+    def _gains(self, basis: ExactBasis, columns: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Return columns with their exact gains, over the common denominator of the duals."""
+        duals, denominator = basis.duals
+        costs, used = self._costs[columns].astype(object), self._columns[:, columns].astype(object)
+        exact = costs * denominator - np.array(duals, dtype=object) @ used
+        return list(zip(columns.tolist(), exact.tolist(), strict=True))
+
+    def _near(self) -> NDArray[np.int64]:
+        """Return the columns that gain nearly nothing, or something, at the guide's basis."""
+        return np.flatnonzero(self._guide.gains() > -_SURELY_DEAR)
 
     def _feasible(self) -> ExactBasis:
         """Return the current basis, or a feasible one if it is not."""
