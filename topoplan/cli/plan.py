@@ -36,7 +36,7 @@ from topoplan.cli.output import (
 from topoplan.cli.sources import may_be_large, read_demand, read_machine, read_topology, read_trees
 from topoplan.errors import UsageError, kind_of
 from topoplan.machine.cluster_by_kind import MOST_LISTED, ClusterByKind
-from topoplan.machine.fabric import ALL, Fabric, channel_words
+from topoplan.machine.fabric import ALL, Fabric, channel_words, nvlink_leaves_apart
 from topoplan.machine.half_duplex import wire_name
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import with_relays
@@ -484,11 +484,13 @@ MOST_WIDER = 64
 
 def _wider_bound(plan: Plan) -> float | None:
     """Return the bound over NVLink and PCIe together in GB/s, for a plan over NVLink alone where PCIe could add to
-    it.
+    it; over servers, where their own NICs join GPUs that NVLink does not.
     """
-    if plan.channels != ("nvlink",) or plan.collective == ALL_TO_ALL or not 1 < len(plan.ranks) <= MOST_WIDER:
+    if plan.channels[0] != "nvlink" or plan.collective == ALL_TO_ALL or not 1 < len(plan.ranks) <= MOST_WIDER:
         return None
-    fabric = Fabric(plan.topology, (ALL,))
+    if "network" in plan.channels and not nvlink_leaves_apart(plan.topology):
+        return None
+    fabric = Fabric(plan.topology, (ALL, *plan.channels[1:]))
     wider = best_bound(fabric, plan.collective, plan.root).bound(fabric, plan.collective, plan.root)
     return float(wider) if float(wider) > plan.bound * (1 + LEAST_GAIN) else None
 
@@ -553,7 +555,9 @@ def _plan_facts(
     if wider is not None:
         yield (
             "with PCIe",
-            f"at most {rates_of(wider, plan)}; --channels all or all-staged says for which sizes",
+            f"at most {rates_of(wider, plan)}; --channels all or all-staged says for which sizes"
+            if plan.channels == ("nvlink",)
+            else f"at most {rates_of(wider, plan)}: --channels all+network, which counts PCIe slots of GPUs twice",
         )
     if by_phase is not None:
         named = (("between servers", by_phase.between), ("inside servers", by_phase.inside))

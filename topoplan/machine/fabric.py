@@ -7,7 +7,7 @@ rank is two edges of a tree. The NIC or CPU of a third server forwards only if i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -467,27 +467,36 @@ def _needs_pcie(topology: Topology) -> bool:
 
     Links from GPUs to NICs of their own stand for PCIe (`topoplan.machine.nic_wiring`), which is not counted twice.
     """
-    if not _states_pcie(topology):
+    if not nvlink_leaves_apart(topology):
         return False
     nics: dict[str, set[str]] = {name: set() for name in topology.gpus}
-    nvlink: dict[str, list[str]] = {}
-    inside: dict[str, list[str]] = {}
     for link in topology.links:
-        if link.channel != "network":
-            inside.setdefault(link.src, []).append(link.dst)
-        elif link.src in nics:
+        if link.channel == "network" and link.src in nics:
             nics[link.src].add(link.dst)
-        if link.channel == "nvlink":
-            nvlink.setdefault(link.src, []).append(link.dst)
-    left = list(topology.gpus)
-    found = False
+    return all(
+        nics[name] == nics[server[0]] for server in _servers(topology, ("network",)) for name in server
+    )
+
+
+def nvlink_leaves_apart(topology: Topology) -> bool:
+    """Return whether PCIe joins GPUs of a server that NVLink does not."""
+    channels = {link.channel for link in topology.links} - {"nvlink"}
+    return _states_pcie(topology) and len(_servers(topology, channels)) > len(
+        _servers(topology, ("network",))
+    )
+
+
+def _servers(topology: Topology, without: Collection[str]) -> list[list[str]]:
+    """Return the GPUs that links other than those of some channels join."""
+    out: dict[str, list[str]] = {}
+    for link in topology.links:
+        if link.channel not in without:
+            out.setdefault(link.src, []).append(link.dst)
+    left, found = list(topology.gpus), []
     while left:
-        server, beside = (reached(out, left[0]) for out in (inside, nvlink))
-        gpus = [name for name in left if name in server]
-        if any(nics[name] != nics[left[0]] for name in gpus):
-            return False
-        found |= not beside.issuperset(gpus)
-        left = [name for name in left if name not in server]
+        beside = reached(out, left[0])
+        found.append([name for name in left if name in beside])
+        left = [name for name in left if name not in beside]
     return found
 
 

@@ -39,6 +39,9 @@ from topoplan.units import exact, listed, nearest_float
 NICS_FORM = "names such as mlx5_0,mlx5_1, ^NAME to leave NICs out, =NAME for one exact name, or a number"
 """Syntax of a choice of NICs."""
 
+FASTEST_NIC = 200.0
+"""GB/s of the fastest NIC of 2026, of 1600 Gb/s."""
+
 _NAME = r"[A-Za-z0-9_.-]{1,80}(?::[0-9]{1,3})?"
 _CHOICE = re.compile(rf"(\^?)(=?)({_NAME}(?:,{_NAME})*)")
 
@@ -412,6 +415,11 @@ def _notes(
     if nics is None and not machine_nics(machine):
         notes.append(
             f"{machine.name} lists no NIC: one is assumed, within reach of all GPUs; set the number of NICs (--nics)"
+        )
+    if rate > FASTEST_NIC:
+        notes.append(
+            f"NICs of {rate * 8:g} Gb/s are faster than any that is sold; state {rate:g}Gb/s for the rate that its "
+            "maker names"
         )
     limit = min(min(port.out, port.back) for port in ports)
     if limit < rate:

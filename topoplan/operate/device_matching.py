@@ -134,8 +134,8 @@ def run_gpus(
         chosen = machine.select(gpus)
         if count is not None and count != len(chosen):
             raise UsageError(
-                f"the log from line {run.line} is of {count} ranks, but --gpus names {len(chosen)}; name the GPUs that "
-                "ran"
+                f"the log from line {run.line} is of {count} ranks, but {len(chosen)} GPUs are chosen; name the GPUs "
+                "that ran with --gpus"
             )
         return tuple(sorted(chosen)), dict(enumerate(chosen))
     everything = machine.select(None)

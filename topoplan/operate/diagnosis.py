@@ -471,6 +471,10 @@ def diagnose(topology: TopologyLike, *, sound: Topology | None = None) -> Diagno
             ):
                 own.append(_no_nvlink(inside))
             faults += [_in_all(fault, server, others) for fault in own]
+    if sound is not None and topology.servers:  # the NICs of a server alone are compared with one another
+        there = {nic_name(device.name) for device in topology.devices}
+        gone = dict.fromkeys(nic_name(one.name) for one in sound.devices if one.kind == "nic")
+        faults += [Fault("NIC missing", (nic,), "no NIC", "1 NIC") for nic in gone if nic not in there]
     faults += _rows(topology) + _unreachable(topology)
     faults += _stated_faults(topology, faults)
     first = first or Resemblance()

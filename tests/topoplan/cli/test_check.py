@@ -101,6 +101,12 @@ def test_links_that_are_all_slow_by_options_are_compared_with_the_machine_before
     assert (found["healthy"], told("check dgx-a100")["faults"]) == (False, [])
 
 
+def test_a_nic_that_a_server_of_a_cluster_lost_is_a_fault(told: Told) -> None:
+    cluster = "check dgx-h100 --servers 2 --nic-bandwidth 400Gb/s"
+    assert faults_of(told(f"{cluster} --without-device s0.nic1", status=1)) == [("NIC missing", ["s0.nic1"])]
+    assert told(f"{cluster} --without-gpu 3")["faults"] == []
+
+
 @pytest.mark.parametrize(("name", "link"), [("dgx-1v", "pcie0-gpu0"), ("dgx-h100", "gpu3-pcie3")])
 def test_a_slow_pcie_link_that_no_rated_plan_crosses_is_wrong(run: Run, name: str, link: str) -> None:
     """An all_reduce over NVLink says nothing about a card at 3 GB/s: not rated, exit status 1."""

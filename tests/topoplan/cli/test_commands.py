@@ -244,7 +244,7 @@ report v100x4 -o x.html --gpus 9  |  GPU 9
 report nosuch -o x.html  |  nosuch
 # explain
 explain run.log  |  add --machine dgx-h100 (8 x NVIDIA H100 80GB HBM3 on one host)
-explain run.log --machine dgx-h100 --gpus 0-3  |  of 8 ranks, but --gpus names 4; name the GPUs that ran
+explain run.log --machine dgx-h100 --gpus 0-3  |  of 8 ranks, but 4 GPUs are chosen; name the GPUs that ran with --gpus
 explain run.log --machine v100x4  |  rank 4 of the log ran on device 4 of node1, and v100x4 has 4 GPUs
 explain run.log --machine dgx-h100 --collective gather  |  gather
 explain run.log --machine dgx-h100 --collective broadcast  |  --collective is for runs that do not name

@@ -169,3 +169,10 @@ def test_a_late_rank_goes_through_file_and_verify(done: Done, told: Told, tmp_pa
 )
 def test_late_ranks_that_do_not_fit_are_refused(refused: Done, options: str, message: str) -> None:
     assert message in refused(f"plan dgx-1v {options}")
+
+
+def test_nics_that_join_gpus_without_nvlink_have_the_bound_with_pcie_beside_them(done: Done) -> None:
+    said = done("plan dgx-1v --servers 2 --nic-bandwidth 100Gb/s --gpus 1,6,8")
+    assert "algbw        9 GB/s" in said
+    assert "with PCIe    at most 12 GB/s, busbw 16 GB/s: --channels all+network" in said
+    assert "with PCIe" not in done("plan dgx-1v --servers 2 --nic-bandwidth 100Gb/s --gpus 0,1,8")

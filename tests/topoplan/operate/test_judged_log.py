@@ -128,7 +128,7 @@ GAP = "\n".join(line for line in PerfLog(rate=100, gpu="A100").text().splitlines
             {},
             "rank 8 of the log ran on device 8 of node1, and dgx-a100 has",
         ),
-        (PerfLog(), {"gpus": [0, 1]}, "of 8 ranks, but --gpus names 2"),
+        (PerfLog(), {"gpus": [0, 1]}, "of 8 ranks, but 2 GPUs are chosen"),
         (PerfLog(hosts=(("node1", (0, 0, 1)),)), {}, "ranks 0,1 of the log share GPU 0"),
         # a line was lost; the factor of seven ranks would be wrong for all rows
         (GAP, {}, "lists only ranks 0-2,4-7 of 8; name the GPUs"),

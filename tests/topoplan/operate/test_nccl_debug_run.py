@@ -136,5 +136,5 @@ def test_processes_that_see_one_gpu_each_are_numbered_by_bus_id() -> None:
 def test_ranks_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UsageError, match="ran on device 4 of node1, and v100x4 has 4 GPUs"):
         judged(healthy(), topoplan.load("v100x4"))
-    with pytest.raises(UsageError, match="NCCL's log is of 8 ranks, but --gpus names 2"):
+    with pytest.raises(UsageError, match="NCCL's log is of 8 ranks, but 2 GPUs are chosen"):
         judged(healthy(), topoplan.load("dgx-1v"), gpus=[0, 1])

@@ -164,7 +164,8 @@ def _gpus(
         chosen = machine.select(gpus)
         if one.size not in (0, len(chosen)):
             raise UsageError(
-                f"NCCL's log is of {one.size} ranks, but --gpus names {len(chosen)}; name the GPUs that ran"
+                f"NCCL's log is of {one.size} ranks, but {len(chosen)} GPUs are chosen; name the GPUs that ran "
+                "with --gpus"
             )
         return dict(enumerate(chosen))
     if one.ranks:
