@@ -53,7 +53,7 @@ from topoplan.solve.packing.kind_composition import plan_by_kind
 from topoplan.units import counted, format_seconds, format_size, labelled, rate_words
 
 if TYPE_CHECKING:
-    from topoplan.solve.survival_by_kind import SurvivalByKind
+    from topoplan.solve.failure_planner import SurvivalByKind
 
 _LISTED_ONLY = (
     *("gpus", "explain", "plot", "height", "epsilon", "threshold", "time_limit", "tolerance"),
@@ -298,7 +298,7 @@ def template_row(plan: PlanByKind, template: AnyTemplate, *, longest: int | None
 
 def run_survival(options: argparse.Namespace, cluster: ClusterByKind) -> Answer:
     """Plan a cluster by kind for all single failures."""
-    from topoplan.solve.survival_by_kind import plan_survival_by_kind
+    from topoplan.solve.failure_planner import plan_survival_by_kind
 
     if options.output is not None:
         raise UsageError(
