@@ -24,9 +24,8 @@ from topoplan.cli.output import (
     rate_verdict,
     records_of,
     rooted_words,
+    sizes_table,
     table,
-    table_of,
-    thinned,
 )
 from topoplan.cli.plan_sets import FAILURE_NOUN
 from topoplan.cli.sources import (
@@ -580,10 +579,7 @@ class KindTimes:
             ),
         )
         yield ""
-        shown = thinned(self.points, DEFAULT_LINES - 10, every=every)
-        yield table_of(KIND_POINTS, shown)
-        if len(shown) < len(self.points):
-            yield f"… {len(shown)} of {len(self.points)} sizes; --all prints all"
+        yield from sizes_table(KIND_POINTS, self.points, DEFAULT_LINES - 10, every=every)
         yield "model times of these trees; --listed compares schedules by size, up to some hundred GPUs"
 
     def _size(self, seconds: float) -> str:
