@@ -38,8 +38,7 @@ from topoplan.plans.kind_templates import KindTemplate
 from topoplan.plans.plan import Plan
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import ALIGNMENT
-from topoplan.plans.torus_exchange import TorusPaths
-from topoplan.plans.torus_templates import TorusTemplate
+from topoplan.plans.torus_templates import TorusPaths, TorusTemplate
 from topoplan.plans.torus_trees import TorusTree
 
 AnyPart = TemplatePart | TorusTemplatePart | TorusTreePart

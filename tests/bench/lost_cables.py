@@ -181,7 +181,8 @@ def _print_records(name: str, way: str, records: Sequence[Mapping[str, object]])
 
 def in_sandbox() -> int:
     """Build the network of the job on stdin, and start its ranks."""
-    line = sandbox.read_job()
+    line = sys.stdin.readline()
+    sandbox.end_with_stdin()
     commands = json.loads(line)["commands"]
     sandbox.build_network(commands["create"], commands["inside"], commands["shape"])
     sandbox.JOB_FOLDER.mkdir()

@@ -42,9 +42,9 @@ from collectives.lab.testbed.network import MAX_TOTAL_BITS
 from collectives.lab.testbed.sandbox import (
     LinkUnderTest,
     build_network,
+    end_with_stdin,
     in_namespace,
     measure_links,
-    read_job,
     run_in_sandbox,
     sandbox_refusal,
 )
@@ -198,7 +198,8 @@ def _print_table(found: dict[str, list[dict[str, Any]]], mbit: int) -> None:
 
 def sandbox() -> int:
     """Build the link, measure it, and run the ranks, in the first process of new namespaces."""
-    line = read_job()
+    line = sys.stdin.readline()
+    end_with_stdin()
     job = TrainingJob(**json.loads(line))
     rate = job.mbit * 1_000_000
     addresses = {name: f"10.0.0.{number}" for number, name in enumerate(SERVERS, start=1)}

@@ -21,9 +21,9 @@ from topoplan.cli.output import (
     folded_line,
     microseconds,
     progress_line,
+    sizes_table,
     table,
     table_of,
-    thinned,
 )
 from topoplan.cli.plan_cluster import planned_by_kind, refuse_listed_options, where_words
 from topoplan.cli.simulate import EVENTS, LATE_ALONE, NCCL, TIMES, Times, event_rows, late_words, verdict
@@ -221,10 +221,8 @@ def run_sizes(
         asked = options.sizes is not None or options.all
         none = [None] * len(rows)
         every: list[Times] = [*zip(rows, none, nccl or none, by_events or none, strict=True)]
-        shown = thinned(every, DEFAULT_LINES - 8, every=asked)
-        yield table_of([each for each in TIMES if any(each.of(one) is not None for one in shown)], shown)
-        if len(shown) < len(rows):
-            yield f"… {len(shown)} of {len(rows)} sizes; --all prints all"
+        columns = [each for each in TIMES if any(each.of(one) is not None for one in every)]
+        yield from sizes_table(columns, every, DEFAULT_LINES - 8, every=asked)
 
     nccl_rows = [row(plan.collective, plan.size, one.nbytes, one.seconds) for one in nccl]
     records = [

@@ -348,6 +348,17 @@ def thinned(rows: Sequence[Record], most: int, *, every: bool = False) -> Sequen
     return rows[(len(rows) - 1) % step :: step]
 
 
+def sizes_table(
+    columns: Sequence[Column[Record]], rows: Sequence[Record], most: int, *, every: bool
+) -> Iterator[str]:
+    """Yield the table of rows by size, `thinned`, and how many it has of all; nothing without rows."""
+    shown = thinned(rows, most, every=every)
+    if shown:
+        yield table_of(columns, shown)
+    if len(shown) < len(rows):
+        yield f"… {len(shown)} of {len(rows)} sizes; --all prints all"
+
+
 def few(names: Sequence[str], *, separator: str = " ", most: int = MAX_NAMED) -> str:
     """Return the first of many names, and how many there are more.
 

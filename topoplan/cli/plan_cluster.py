@@ -24,9 +24,8 @@ from topoplan.cli.output import (
     rate_verdict,
     records_of,
     rooted_words,
+    sizes_table,
     table,
-    table_of,
-    thinned,
 )
 from topoplan.cli.plan_sets import FAILURE_NOUN
 from topoplan.cli.sources import (
@@ -53,7 +52,7 @@ from topoplan.solve.packing.kind_composition import plan_by_kind
 from topoplan.units import counted, format_seconds, format_size, labelled, rate_words
 
 if TYPE_CHECKING:
-    from topoplan.solve.survival_by_kind import SurvivalByKind
+    from topoplan.solve.failure_planner import SurvivalByKind
 
 _LISTED_ONLY = (
     *("gpus", "explain", "plot", "height", "epsilon", "threshold", "time_limit", "tolerance"),
@@ -298,7 +297,7 @@ def template_row(plan: PlanByKind, template: AnyTemplate, *, longest: int | None
 
 def run_survival(options: argparse.Namespace, cluster: ClusterByKind) -> Answer:
     """Plan a cluster by kind for all single failures."""
-    from topoplan.solve.survival_by_kind import plan_survival_by_kind
+    from topoplan.solve.failure_planner import plan_survival_by_kind
 
     if options.output is not None:
         raise UsageError(
@@ -580,10 +579,7 @@ class KindTimes:
             ),
         )
         yield ""
-        shown = thinned(self.points, DEFAULT_LINES - 10, every=every)
-        yield table_of(KIND_POINTS, shown)
-        if len(shown) < len(self.points):
-            yield f"… {len(shown)} of {len(self.points)} sizes; --all prints all"
+        yield from sizes_table(KIND_POINTS, self.points, DEFAULT_LINES - 10, every=every)
         yield "model times of these trees; --listed compares schedules by size, up to some hundred GPUs"
 
     def _size(self, seconds: float) -> str:

@@ -28,8 +28,8 @@ from topoplan.cli.output import (
     rate_verdict,
     rates_of,
     records_of,
+    sizes_table,
     table_of,
-    thinned,
 )
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
@@ -248,19 +248,16 @@ def _lines(choice: ScheduleChoice, lines: Sequence[RangeTimes], beside: int, *, 
     yield ""
     taken = 1 + len(head) + 1 + ranges.count("\n") + 1 + 1
     points = _points(choice)
-    shown = thinned(points, DEFAULT_LINES - taken - beside - 5, every=every)
-    if shown:
-        yield table_of(POINTS, shown)
-        if len(shown) < len(points):
-            yield f"… {len(shown)} of {len(points)} sizes; --all prints all"
+    yield from sizes_table(POINTS, points, DEFAULT_LINES - taken - beside - 5, every=every)
+    if points:
         yield ""
     yield (
         f"model times of {counted(len(choice.candidates), 'schedule')} from {format_size(choice.sizes[0])} to "
         f"{format_size(choice.sizes[-1])}; gain: over the next best in the middle of the range"
         + ("; blocks and chunk: there too" if choice.windows else "")
     )
-    if shown:
-        yield "quickest: " + expected_words(shown[-1].expected)
+    if points:
+        yield "quickest: " + expected_words(points[-1].expected)
 
 
 def _of_trees(name: str) -> Callable[[RangeTimes], object]:

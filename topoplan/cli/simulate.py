@@ -26,9 +26,9 @@ from topoplan.cli.output import (
     plan_notes,
     progress_line,
     rates_of,
+    sizes_table,
     table,
     table_of,
-    thinned,
     tree_noun,
     write_whole,
 )
@@ -270,12 +270,8 @@ def run(options: argparse.Namespace) -> Answer:
         shown = [*zip(rows, rival_rows or none, nccl or none, by_events or none, strict=True)]
         asked = options.sizes is not None or options.all
         beside = len(head) + 4 + len([*note_lines(*notes, every=options.notes)])
-        listed = thinned(shown, DEFAULT_LINES - beside, every=asked)
-        yield table_of(
-            [column for column in TIMES if any(column.of(one) is not None for one in listed)], listed
-        )
-        if len(listed) < len(shown):
-            yield f"… {len(listed)} of {len(shown)} sizes; --all prints all"
+        columns = [column for column in TIMES if any(column.of(one) is not None for one in shown)]
+        yield from sizes_table(columns, shown, DEFAULT_LINES - beside, every=asked)
 
     def value() -> dict[str, object]:
         direct = plan.collective == ALL_TO_ALL

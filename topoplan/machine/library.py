@@ -1,8 +1,8 @@
 """Generate the machines of the library, and write them to files.
 
-Boxes are those of `topoplan.machine.boxes`, and `topoplan.machine.small_machines` has the machines that people build
-themselves. An AMD package holds two dies (GCDs), and each die is a GPU; there the channel names nvlink and pcie mean
-the links between dies and the path to the CPU.
+Boxes are those of `topoplan.machine.small_machines`, which also has the machines that people build themselves. An AMD
+package holds two dies (GCDs), and each die is a GPU; there the channel names nvlink and pcie mean the links between
+dies and the path to the CPU.
 
 A test checks that the files in ``topologies/`` equal the generated ones. To write them again::
 
@@ -16,15 +16,6 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
-from topoplan.machine.boxes import (
-    PCIE_SOURCE,
-    SERVER,
-    HostSide,
-    direct_box,
-    hybrid_cube_mesh,
-    nvswitch_box,
-    switches,
-)
 from topoplan.machine.hardware import (
     A100,
     B200,
@@ -38,7 +29,16 @@ from topoplan.machine.hardware import (
     GpuGeneration,
 )
 from topoplan.machine.host_topology import both_ways
-from topoplan.machine.small_machines import SMALL_MACHINES
+from topoplan.machine.small_machines import (
+    PCIE_SOURCE,
+    SERVER,
+    SMALL_MACHINES,
+    HostSide,
+    direct_box,
+    hybrid_cube_mesh,
+    nvswitch_box,
+    switches,
+)
 from topoplan.machine.topology import Device, Topology
 
 SKYLAKE = SOCKET["Skylake to Ice Lake"]

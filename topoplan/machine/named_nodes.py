@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.cluster import cluster
 from topoplan.machine.cluster_network import Server, SwitchTree
+from topoplan.machine.routing import fewest_steps
 from topoplan.machine.topology import Topology, facts, without_named
 
 
@@ -58,14 +59,7 @@ def _belonging(machine: Topology, gpus: tuple[str, ...]) -> frozenset[str]:
     for link in machine.links:
         if link.src not in switches and link.dst not in switches:
             near.setdefault(link.src, []).append(link.dst)
-    reached = set(gpus)
-    frontier = list(gpus)
-    for device in frontier:
-        for other in near.get(device, ()):
-            if other not in reached:
-                reached.add(other)
-                frontier.append(other)
-    return frozenset(reached)
+    return frozenset(fewest_steps(gpus, lambda device: near.get(device, ())))
 
 
 DEEPEST = 64

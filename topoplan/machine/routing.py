@@ -15,9 +15,9 @@ until a CPU, NIC or network switch is passed. In a staged machine the two direct
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from topoplan.errors import UsageError
 from topoplan.machine.topology import PULLS, REFUSED, UNREACHED, UNWRITTEN, Device, Link, Topology, facts
@@ -26,6 +26,8 @@ NOT_FORWARDING = ("nic", "cpu")
 """Kinds of devices that carry data of their own server alone, unless ``forwards`` is set."""
 
 OWN, FREE, ENDING = range(3)
+
+Node = TypeVar("Node")
 
 State = tuple[int, int, int, int]
 """Device, phase, number of the set of vertices to which access is refused, and device before a shared cap or -1."""
@@ -148,16 +150,12 @@ class Transit:
         leaving: list[list[int]] = [[] for _ in nodes]
         for src, dst in ends:
             leaving[src].append(dst)
+        passed = [
+            [] if node < vertices or nodes[node] in self.hosts else ends for node, ends in enumerate(leaving)
+        ]
         found = {}
         for start, heads in sorted(wanted.items()):
-            reached, frontier = {start}, [start]
-            for node in frontier:
-                for dst in leaving[node]:
-                    if dst not in reached:
-                        reached.add(dst)
-                        if dst >= vertices and nodes[dst] not in self.hosts:
-                            frontier.append(dst)
-            if barred := frozenset(heads & reached):
+            if barred := frozenset(heads & fewest_steps(leaving[start], passed.__getitem__).keys()):
                 found[start] = barred
         return found
 
@@ -208,15 +206,12 @@ class Transit:
             tag = 0 if host[dst] else tag_of.get(src, 0) if src < vertices else tag
             return dst, further, tag, (entered if halves[src] else src) if halves[dst] else -1
 
-        reached: set[State] = {(node, OWN, 0, -1) for node in range(vertices)}
-        frontier = sorted(reached)
-        for state in frontier:
-            for dst in leaving[state[0]]:
-                following = after(state, dst)
-                if following is not None and following not in reached:
-                    reached.add(following)
-                    frontier.append(following)
-        states = sorted(reached)
+        states = sorted(
+            fewest_steps(
+                [(node, OWN, 0, -1) for node in range(vertices)],
+                lambda state: filter(None, (after(state, dst) for dst in leaving[state[0]])),
+            )
+        )
         number = {state: place for place, state in enumerate(states)}
         states_of: list[list[State]] = [[] for _ in nodes]
         for state in states:
@@ -252,26 +247,32 @@ class Transit:
                 outwards.setdefault(src, set()).add(dst)
             if server[dst] and dst >= vertices:
                 entries.setdefault((server[dst], src), []).append(dst)
+
+        def onward(state: tuple[int, bool]) -> list[tuple[int, bool]]:
+            """Return the next devices of a path, each with whether a closed one is on it, its end included."""
+            return [(other, state[1] or closed[other]) for other in inside.get(state[0], ())]
+
         return any(
             passes_closed and outwards.get(node, set()) - {source}
             for (_, source), starts in entries.items()
-            for node, passes_closed in _reached(starts, inside, closed)
+            for node, passes_closed in fewest_steps([(node, closed[node]) for node in starts], onward)
         )
 
 
-def _reached(
-    starts: Sequence[int], inside: Mapping[int, Sequence[int]], closed: Sequence[bool]
-) -> Iterator[tuple[int, bool]]:
-    """Yield the devices reached from some, each with whether a closed one is on the path, its end included."""
-    frontier = [(node, closed[node]) for node in starts]
-    known = set(frontier)
-    for node, passed in frontier:
-        yield node, passed
-        for other in inside.get(node, ()):
-            state = (other, passed or closed[other])
-            if state not in known:
-                known.add(state)
-                frontier.append(state)
+def fewest_steps(starts: Iterable[Node], onward: Callable[[Node], Iterable[Node]]) -> dict[Node, int]:
+    """Return the nodes reached from some, breadth first, and the fewest steps to each.
+
+    >>> fewest_steps([1], lambda number: [number * 2 % 5, number * 3 % 5])
+    {1: 0, 2: 1, 3: 1, 4: 2}
+    """
+    steps = dict.fromkeys(starts, 0)
+    frontier = list(steps)
+    for node in frontier:
+        for other in onward(node):
+            if other not in steps:
+                steps[other] = steps[node] + 1
+                frontier.append(other)
+    return steps
 
 
 DOWNWARDS = ".down"
@@ -465,12 +466,5 @@ def _hops_to_a_cpu(topology: Topology, kinds: Mapping[str, str]) -> dict[str, in
     for link in topology.links:
         if link.channel == "pcie":
             into.setdefault(link.dst, []).append(link.src)
-    hops = {name: 0 for name, kind in kinds.items() if kind == "cpu"}
-    frontier = list(hops)
-    for name in frontier:
-        for below in into.get(name, ()):
-            if below not in hops:
-                hops[below] = hops[name] + 1
-                if kinds[below] == "pcie":
-                    frontier.append(below)
-    return hops
+    cpus = [name for name, kind in kinds.items() if kind == "cpu"]
+    return fewest_steps(cpus, lambda name: into.get(name, ()) if kinds[name] in ("cpu", "pcie") else ())

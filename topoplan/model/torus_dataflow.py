@@ -24,8 +24,7 @@ from topoplan.model.times_by_size import least_start_ups
 from topoplan.plans.kind_images import local_numbers
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import Shard, Stage
-from topoplan.plans.torus_exchange import TorusPaths
-from topoplan.plans.torus_templates import TorusTemplate, represented_in_torus
+from topoplan.plans.torus_templates import TorusPaths, TorusTemplate, represented_in_torus
 
 MOST_HOPS = 400_000
 """Hops along the arms of all templates up to which a plan of a torus is timed: a gigabyte."""

@@ -23,7 +23,7 @@ from itertools import combinations
 
 from topoplan.errors import Note, kind_of, warning
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.routing import has_peer_access, named_peers, refused_pairs, unstaged
+from topoplan.machine.routing import fewest_steps, has_peer_access, named_peers, refused_pairs, unstaged
 from topoplan.machine.topology import REFUSED, Device, Link, Topology, TopologyLike, as_topology
 from topoplan.machine.variants import equivalent_servers, nic_name
 from topoplan.operate.faults import SLOW, Ends, Fault, Kind, compared, lower_median, most_have
@@ -618,16 +618,18 @@ def warning_text(note: str) -> str:
 
 def _unreachable(topology: Topology) -> list[Fault]:
     """Return GPUs without a path, there and back, to most of the others."""
-    leaving: dict[str, list[str]] = {}
-    entering: dict[str, list[str]] = {}
+    leaving: dict[str, list[str]] = {device.name: [] for device in topology.devices}
+    entering: dict[str, list[str]] = {device.name: [] for device in topology.devices}
     for link in topology.links:
-        leaving.setdefault(link.src, []).append(link.dst)
-        entering.setdefault(link.dst, []).append(link.src)
+        leaving[link.src].append(link.dst)
+        entering[link.dst].append(link.src)
     waiting = dict.fromkeys(topology.gpus)
     groups = []
     while waiting:
         first = next(iter(waiting))
-        joined = _reached(first, leaving) & _reached(first, entering)
+        joined = fewest_steps([first], leaving.__getitem__).keys() & fewest_steps(
+            [first], entering.__getitem__
+        )
         groups.append([gpu for gpu in waiting if gpu in joined])
         waiting = {gpu: None for gpu in waiting if gpu not in joined}
     largest = max(groups, key=len, default=[])
@@ -636,13 +638,3 @@ def _unreachable(topology: Topology) -> list[Fault]:
         for group in groups
         if group is not largest
     ]
-
-
-def _reached(start: str, near: Mapping[str, list[str]]) -> set[str]:
-    found = {start}
-    frontier = [start]
-    for device in frontier:
-        new = [end for end in near.get(device, ()) if end not in found]
-        found.update(new)
-        frontier += new
-    return found

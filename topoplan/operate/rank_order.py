@@ -24,6 +24,7 @@ import numpy as np
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.permutation_groups import components
+from topoplan.machine.routing import fewest_steps
 from topoplan.machine.topology import Topology
 from topoplan.operate.link_loads import DIGITS, HopLoads, HopTable, OrderRates, least
 from topoplan.schedules.hamiltonian_cycles import all_cycles
@@ -71,15 +72,9 @@ def _joining(rates: Sequence[Sequence[Fraction]]) -> Fraction:
 
 
 def _strong(rates: Sequence[Sequence[Fraction]], least: Fraction) -> bool:
-    size = len(rates)
-    for onward in (rates, [list(column) for column in zip(*rates, strict=True)]):
-        reached, frontier = {0}, [0]
-        for node in frontier:
-            for other in range(size):
-                if onward[node][other] >= least and other not in reached:
-                    reached.add(other)
-                    frontier.append(other)
-        if len(reached) < size:
+    for onward in (rates, zip(*rates, strict=True)):
+        near = [[other for other, rate in enumerate(row) if rate >= least] for row in onward]
+        if len(fewest_steps([0], near.__getitem__)) < len(rates):
             return False
     return True
 

@@ -51,8 +51,7 @@ from topoplan.machine.cluster_by_kind import Cell, ClusterByKind, ClusterSample
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.loads import edge_links
 from topoplan.plans.shards import Edge, Stage
-from topoplan.plans.torus_exchange import TorusPaths, blocks_on_edges
-from topoplan.plans.torus_templates import TorusTemplate, represented_in_torus
+from topoplan.plans.torus_templates import TorusPaths, TorusTemplate, blocks_on_edges, represented_in_torus
 
 SAMPLE = 3
 """Leaves of a class, and servers of a cell in a leaf, in the sample: root, centre, and one that stands for others."""

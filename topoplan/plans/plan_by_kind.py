@@ -1,7 +1,7 @@
 """The plan of a cluster by kind: templates on a sample of the servers, and the rule of their images.
 
 Templates are trees (`topoplan.plans.kind_templates`), or paths of an all-to-all (`topoplan.plans.kind_exchange`; in a
-torus `topoplan.plans.torus_exchange`). Trees of one root in a torus are those of `topoplan.plans.torus_trees`.
+torus `topoplan.plans.torus_templates`). Trees of one root in a torus are those of `topoplan.plans.torus_trees`.
 
 The file, format ``topoplan.plan/2`` with ``cluster`` in place of ``topology``, grows with the kinds of servers, not
 with their number. `PlanByKind.listed` returns the same plan with all devices and trees, where they fit into memory.
@@ -44,8 +44,14 @@ from topoplan.plans.kind_images import TemplateImages
 from topoplan.plans.kind_templates import ClassCrossings, KindTemplate, share_units, template_sample
 from topoplan.plans.plan import ALL_TO_ALL, PLAN_FORMAT_2, ROOTED, Plan, collective_name, read_channels
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage, path_ends
-from topoplan.plans.torus_exchange import TorusPathImages, TorusPaths
-from topoplan.plans.torus_templates import TorusImages, TorusTemplate, arms_from_object, arms_object
+from topoplan.plans.torus_templates import (
+    TorusImages,
+    TorusPathImages,
+    TorusPaths,
+    TorusTemplate,
+    arms_from_object,
+    arms_object,
+)
 from topoplan.plans.torus_trees import (
     TorusTree,
     TorusTreeImages,

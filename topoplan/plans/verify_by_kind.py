@@ -38,8 +38,7 @@ from topoplan.plans.loads import edge_links
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, ROOTED
 from topoplan.plans.plan_by_kind import NOT_BY_KIND, PlanByKind
 from topoplan.plans.shards import Edge, Stage
-from topoplan.plans.torus_exchange import TorusPaths
-from topoplan.plans.torus_templates import TorusTemplate
+from topoplan.plans.torus_templates import TorusPaths, TorusTemplate
 from topoplan.plans.torus_trees import TorusTree
 from topoplan.plans.verify import Verification, check_claims
 from topoplan.plans.verify_torus_trees import verify_torus_trees

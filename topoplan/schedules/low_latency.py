@@ -24,6 +24,7 @@ from typing import Unpack
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric
+from topoplan.machine.routing import fewest_steps
 from topoplan.machine.topology import TopologyLike
 from topoplan.plans.build import Allocation, Request, stage_order, timed, trivial_plan
 from topoplan.plans.loads import forest_rate, link_loads
@@ -195,13 +196,7 @@ def _stage(op: str, onward: list[list[int]], root: int, routes: LeastLoaded, sha
 
 def tree_depths(onward: Sequence[Sequence[int]], root: int) -> list[int]:
     """Return the fewest edges between the root and every rank, in the direction of the data."""
-    depth = {root: 0}
-    frontier = [root]
-    for rank in frontier:
-        for far in onward[rank]:
-            if far not in depth:
-                depth[far] = depth[rank] + 1
-                frontier.append(far)
+    depth = fewest_steps([root], onward.__getitem__)
     return [depth[rank] for rank in range(len(onward))]
 
 

@@ -14,6 +14,7 @@ from itertools import permutations
 from math import lcm
 
 from topoplan.machine.fabric import Fabric
+from topoplan.machine.routing import fewest_steps
 from topoplan.machine.topology import Link, Topology
 from topoplan.schedules.nccl_server_channels import ServerChannels
 from topoplan.units import exact
@@ -224,14 +225,9 @@ class NcclServerRoutes:
     def _striped(self, source: str, target: str) -> tuple[int, Loads] | None:
         leaving, entering = self._network
         if target not in self._distance:
-            behind = {target: 0}
-            frontier = [target]
-            for node in frontier:
-                for _, other in entering.get(node, ()):
-                    if other not in behind:
-                        behind[other] = behind[node] + 1
-                        frontier.append(other)
-            self._distance[target] = behind
+            self._distance[target] = fewest_steps(
+                [target], lambda node: (other for _, other in entering.get(node, ()))
+            )
         behind = self._distance[target]
         if source not in behind:
             return None

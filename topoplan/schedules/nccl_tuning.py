@@ -255,7 +255,7 @@ class NcclPeak:
 def _equal_ports(plan: PlanByKind) -> float:
     """Return the GB/s of all ports of a host in a torus of hosts, if equal ports lead ahead and back; else 0.
 
-    Rings then fill them: the links of a torus are a union of Hamiltonian cycles (`topoplan.schedules.torus_rings`).
+    Rings then fill them: the links of a torus are a union of cycles (`topoplan.schedules.hamiltonian_cycles`).
     """
     fabric, torus = plan.fabric, plan.cluster.network.torus
     cables = [

@@ -25,6 +25,7 @@ from numbers import Integral
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric
+from topoplan.machine.routing import fewest_steps
 from topoplan.machine.topology import TopologyLike
 from topoplan.plans.build import Allocation, stage_order, timed, trivial_plan
 from topoplan.plans.loads import link_loads
@@ -369,20 +370,15 @@ def _root_of(edges: Sequence[tuple[int, int, tuple[str, ...]]], names: Sequence[
             f"{where}: ranks {roots[0]} and {roots[1]} both have no parent; a tree has one root, and edges are "
             "[parent, child]"
         )
-    reached, frontier = {roots[0]}, [roots[0]]
     children: dict[int, list[int]] = {}
     for above, below, _ in edges:
         children.setdefault(above, []).append(below)
-    for rank in frontier:
-        for below in children.get(rank, ()):
-            reached.add(below)
-            frontier.append(below)
-    stray = sorted(touched - reached)
+    stray = sorted(touched - fewest_steps(roots, lambda rank: children.get(rank, ())).keys())
     if stray:
         raise UsageError(
             f"{where}: rank {stray[0]} is in a cycle that the root {roots[0]} does not reach; edges are [parent, child]"
         )
-    _check_spans(reached, names, where)
+    _check_spans(touched, names, where)
     return roots[0]
 
 

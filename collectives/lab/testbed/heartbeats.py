@@ -69,11 +69,8 @@ class RoundTrips:
         return cls(len(beats), len(beats) - len(answered), statistics.median(answered), p99)
 
 
-def run_heartbeats(folder: str, rank: int) -> int:
+def run_heartbeats(pulses: Sequence[HeartbeatWire], folder: Path, rank: int) -> int:
     """Send, answer and record heartbeats until SIGTERM."""
-    pulses = [
-        HeartbeatWire(**one) for one in json.loads((Path(folder) / "pulses.json").read_text(encoding="utf-8"))
-    ]
     ended = False
 
     def end(*_: object) -> None:
@@ -101,7 +98,7 @@ def run_heartbeats(folder: str, rank: int) -> int:
             else:
                 beats[beat] = Heartbeat(sent, time.monotonic() - sent)
     records = [[one.sent, one.seconds] for one in beats]
-    (Path(folder) / f"beats{rank}.json").write_text(json.dumps(records), encoding="utf-8")
+    (folder / f"beats{rank}.json").write_text(json.dumps(records), encoding="utf-8")
     return 0
 
 

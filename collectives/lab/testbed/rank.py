@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from math import ceil, floor
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +27,7 @@ from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.communicator.communicator import Communicator
 from collectives.lab.benchmark import DIVIDED, METHODS
 from collectives.lab.testbed.sandbox import (
+    JOB_FOLDER,
     SandboxJob,
     ScheduledPlan,
     change_interfaces,
@@ -138,28 +138,26 @@ START_DELAY = 0.05
 ITEMSIZE = 4
 
 
-def run_rank(folder: str, rank: int) -> int:
-    """Run the job of a folder as one rank; exit status 1 if a run failed."""
-    place = Path(folder)
-    job = SandboxJob.from_json((place / "job.json").read_text(encoding="utf-8"))
+def run_rank(job: SandboxJob, rank: int) -> int:
+    """Run a job as one rank; exit status 1 if a run failed."""
     try:
         for number, schedule in enumerate(job.schedules):
-            _run_schedule(job, schedule, number, place=place, rank=rank)
+            _run_schedule(job, schedule, number, rank=rank)
     except (TopoplanError, OSError) as error:
         _write_record(rank=rank, error=str(error))
         return 1
     return 0
 
 
-def _run_schedule(job: SandboxJob, schedule: ScheduledPlan, number: int, *, place: Path, rank: int) -> None:
+def _run_schedule(job: SandboxJob, schedule: ScheduledPlan, number: int, *, rank: int) -> None:
     plan = parse_plan_file(schedule.plan)
     assert isinstance(plan, Plan), "a test bed runs one plan, not plans by size"
-    wires = place / f"wires{number}-{rank}.json"
+    wires = JOB_FOLDER / f"wires{number}-{rank}.json"
     wires.write_text(schedule.wires, encoding="utf-8")
     backend = TcpBackend(
         rank,
         len(job.ranks),
-        rendezvous=job.meeting or f"unix:{place / f'rendezvous{number}'}",
+        rendezvous=job.meeting or f"unix:{JOB_FOLDER / f'rendezvous{number}'}",
         wires=str(wires),
         pace=schedule.pace,
         timeout=job.timeout,

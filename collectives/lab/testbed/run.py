@@ -9,6 +9,7 @@ and for the links of the optimum, so another plan finds its own. If a link is cu
 from __future__ import annotations
 
 import json
+import pickle
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -343,7 +344,9 @@ def run_job(job: SandboxJob, progress: Callable[[str], None] | None = None) -> J
     cut: float | None = None
     failures: list[dict[str, object]] = []
     with tempfile.TemporaryFile("w+", encoding="utf-8") as stderr:
-        with sandbox.run_in_sandbox("collectives.lab.testbed.rank", job.to_json(), stderr) as process:
+        with sandbox.run_in_sandbox(
+            "collectives.lab.testbed.rank", pickle.dumps(job).hex(), stderr
+        ) as process:
             assert process.stdout is not None, "stdout is a pipe"
             for line in process.stdout:
                 raise_if_interrupted()

@@ -4,12 +4,11 @@
 end ends all others, and the kernel removes mounts, namespaces and cables. A thread enters a namespace, and sockets and
 processes that it creates there stay there.
 
-The process reads a `SandboxJob`, one line of JSON, from stdin and writes one JSON object on each line of stdout: the
-rates of the links, then what the ranks write (`collectives.lab.testbed.rank`). It ends when stdin ends, so nothing
-outlives its parent. The ranks are forked from it before it has threads, since each would import for a second. A link is
-measured by one TCP connection, as many at once as the processors bear; a link below its rate here is limited by the
-processors or the shaping, not by a plan.
-"""
+The process reads a `SandboxJob`, pickled, in hexadecimal digits, as one line of stdin, and writes one JSON object on
+each line of stdout: the rates of the links, then what the ranks write (`collectives.lab.testbed.rank`). It ends when
+stdin ends, so nothing outlives its parent. The ranks are forked from it before it has threads, since each would import
+for a second. A link is measured by one TCP connection, as many at once as the processors bear; a link below its rate
+here is limited by the processors or the shaping, not by a plan."""
 
 from __future__ import annotations
 
@@ -17,6 +16,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import pickle
 import shutil
 import socket
 import subprocess
@@ -25,8 +25,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -307,43 +307,6 @@ class SandboxJob:
     meeting: str = ""
     late: tuple[tuple[int, float], ...] = ()
 
-    def to_json(self) -> str:
-        """Return one line of JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> SandboxJob:
-        """Read the output of `to_json`.
-
-        >>> job = SandboxJob(NetworkCommands((), {}, {}), (), ("d0", "d1"), (), (1 << 20,), 1, 65536, 30.0)
-        >>> SandboxJob.from_json(job.to_json()) == job
-        True
-        """
-        given = json.loads(text)
-        return cls(
-            commands=NetworkCommands(
-                tuple(given["commands"]["create"]),
-                *(
-                    {name: tuple(lines) for name, lines in given["commands"][part].items()}
-                    for part in ("inside", "shape")
-                ),
-            ),
-            links=tuple(LinkUnderTest(**link) for link in given["links"]),
-            ranks=tuple(given["ranks"]),
-            schedules=tuple(ScheduledPlan(**schedule) for schedule in given["schedules"]),
-            sizes=tuple(given["sizes"]),
-            runs=given["runs"],
-            chunk_bytes=given["chunk_bytes"],
-            timeout=given["timeout"],
-            pulses=tuple(HeartbeatWire(**pulse) for pulse in given["pulses"]),
-            drop={name: tuple(lines) for name, lines in given["drop"].items()},
-            most_dropped=given["most_dropped"],
-            cut={name: tuple(lines) for name, lines in given["cut"].items()},
-            on_failure=given["on_failure"],
-            meeting=given["meeting"],
-            late=tuple((rank, seconds) for rank, seconds in given["late"]),
-        )
-
 
 JOB_FOLDER = Path("/run/topoplan")
 """Job, wires and rendezvous; private to the sandbox."""
@@ -352,17 +315,17 @@ FAILURE_GRACE_SECONDS = 3.0
 """Seconds in which the other ranks may report the failure of one."""
 
 
-Work = Callable[[str, int], int]
-"""A function of the folder of the job and a rank, which returns the exit status of its process."""
+Work = Callable[[int], int]
+"""A function of a rank, which returns the exit status of its process."""
 
 
-def run_sandbox(rank_work: Work) -> int:
+def run_sandbox(rank_work: Callable[[SandboxJob, int], int]) -> int:
     """Run the job of stdin, with `rank_work` in the process of each rank; exit status 1 if a rank or the job failed."""
-    line = sys.stdin.readline()
-    job = SandboxJob.from_json(line)
+    job: SandboxJob = pickle.loads(bytes.fromhex(sys.stdin.readline()))
+    beat, work = partial(run_heartbeats, job.pulses, JOB_FOLDER), partial(rank_work, job)
     with _Children() as children:
-        hearts = [children.fork(run_heartbeats, *one) for one in enumerate(job.ranks) if job.pulses]
-        ranks = [children.fork(rank_work, *one) for one in enumerate(job.ranks) if job.schedules]
+        hearts = [children.fork(beat, *one) for one in enumerate(job.ranks) if job.pulses]
+        ranks = [children.fork(work, *one) for one in enumerate(job.ranks) if job.schedules]
         end_with_stdin()
         try:
             build_network(job.commands.create, job.commands.inside, job.commands.shape)
@@ -372,10 +335,6 @@ def run_sandbox(rank_work: Work) -> int:
             print(json.dumps({"error": str(error)}), flush=True)
             return 1
         JOB_FOLDER.mkdir()
-        (JOB_FOLDER / "job.json").write_text(line, encoding="utf-8")
-        if job.pulses:
-            pulses = json.dumps([asdict(pulse) for pulse in job.pulses])
-            (JOB_FOLDER / "pulses.json").write_text(pulses, encoding="utf-8")
         children.start()
         return _await_ranks(ranks, hearts) if ranks else 0
 
@@ -414,15 +373,8 @@ def _be_child(network: Connection, ready: Connection, work: Work, number: int, n
     with suppress(EOFError):
         network.recv_bytes()
     with in_namespace(namespace):
-        status = work(str(JOB_FOLDER), number)
+        status = work(number)
     sys.exit(status)
-
-
-def read_job() -> str:
-    """Return the line of `run_in_sandbox`; from there on this process ends when its stdin does."""
-    line = sys.stdin.readline()
-    end_with_stdin()
-    return line
 
 
 def end_with_stdin() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.machine_links import bundles
 from tests.support.refusals import refused
-from topoplan.machine.boxes import HostSide, direct_box, nvswitch_box
 from topoplan.machine.hardware import GpuGeneration
 from topoplan.machine.host_topology import (
     Host,
@@ -27,6 +26,7 @@ from topoplan.machine.host_topology import (
     plain_bus_id,
     switch_tree,
 )
+from topoplan.machine.small_machines import HostSide, direct_box, nvswitch_box
 
 PEX = "1000:c010:1000:a096"
 GEN5_UPPER, GEN5_LOWER = "1000:c030:1000:00a2", "1000:c030:1000:10a2"

@@ -27,9 +27,8 @@ from topoplan import InfeasibleError, PlanByKind, Server, UsageError
 from topoplan.model import event_engine, event_orbits
 from topoplan.model.dataflow import LAUNCH, START_UP
 from topoplan.model.event_engine import depths
-from topoplan.model.event_images import Units
+from topoplan.model.event_images import GpuPhases, Units
 from topoplan.model.event_orbits import EventOrbits
-from topoplan.model.event_phases import GpuPhases
 from topoplan.model.event_simulation import run_events
 from topoplan.model.kind_dataflow import KindClock
 

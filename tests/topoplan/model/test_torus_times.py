@@ -17,8 +17,7 @@ from topoplan.model.dataflow import LAUNCH, START_UP
 from topoplan.model.kind_dataflow import KindClock
 from topoplan.model.times_by_size import start_up_diameter
 from topoplan.model.torus_dataflow import torus_dataflow, torus_diameter, torus_places
-from topoplan.plans.torus_exchange import TorusPaths
-from topoplan.plans.torus_templates import TorusTemplate, represented_in_torus
+from topoplan.plans.torus_templates import TorusPaths, TorusTemplate, represented_in_torus
 from topoplan.reading.load import load_cluster_by_kind
 
 SIZES = (0, 1_000, 100_000, 10_000_000, 10_000_000_000)

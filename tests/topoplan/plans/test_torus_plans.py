@@ -20,8 +20,7 @@ from topoplan.machine.torus import Torus, ahead, sides_of_neighbours
 from topoplan.plans.certificates.torus_lengths import TorusRoute as Route
 from topoplan.plans.certificates.torus_lengths import torus_paths_at_least, torus_tree_at_least
 from topoplan.plans.minimum_trees import cheapest_arborescence
-from topoplan.plans.torus_exchange import TorusPaths
-from topoplan.plans.torus_templates import Arm, TorusTemplate
+from topoplan.plans.torus_templates import Arm, TorusPaths, TorusTemplate
 from topoplan.plans.verify_by_kind import verify_by_kind
 from topoplan.reading.load import load_cluster_by_kind
 

@@ -22,12 +22,18 @@ from topoplan.machine.fabric import Fabric, usable_fabric
 from topoplan.plans.plan import COLLECTIVES
 from topoplan.plans.shards import ImageShards
 from topoplan.schedules import hamiltonian_cycles
-from topoplan.schedules.hamiltonian_cycles import all_cycles, disjoint_rings, ring_limit, step_limit
+from topoplan.schedules.hamiltonian_cycles import (
+    all_cycles,
+    disjoint_rings,
+    ring_limit,
+    step_limit,
+    torus_rings,
+    torus_sides,
+)
 from topoplan.schedules.ring import single_ring, switched_rings
 from topoplan.schedules.ring_forest import relay_rings, ring_forest
 from topoplan.schedules.routes import DirectRoutes
 from topoplan.schedules.server_rings import server_rings
-from topoplan.schedules.torus_rings import torus_rings, torus_sides
 
 PAIRS = ["01", "02", "03", "12", "13", "23", "45", "46", "47", "56", "57", "67", "04", "15", "26", "37"]
 DOUBLED = ["03", "04", "12", "15", "23", "47", "56", "67"]

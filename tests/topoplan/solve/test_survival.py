@@ -16,7 +16,7 @@ from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
 from topoplan.plans.survival import SurvivalPlans, single_failures, surviving_ranks
-from topoplan.solve.survival_by_kind import equivalent_failures, plan_survival_by_kind
+from topoplan.solve.failure_planner import equivalent_failures, plan_survival_by_kind
 
 
 @cache

@@ -104,12 +104,7 @@ def fill_rounds(possible: PairTests, capacity: _LinkCapacity) -> tuple[tuple[Pai
     traffic of a filled link counts as a link of its own in the search for slow links, since single tests do not clear
     it. Each link is filled twice, by tests to different places as far as possible.
     """
-    most: dict[LinkKey, float] = {}
-    for test in possible.tests:
-        for key in test.links:
-            if key in capacity.unshared:
-                most[key] = max(most.get(key, 0.0), test.load(key))
-    wide = {key for key, load in most.items() if load * (1 + TOLERANCE) < capacity.bandwidth[key]}
+    wide = _unfilled(possible, capacity).keys() & capacity.unshared
     crossed = [frozenset(key for key in test.links if key in wide) for test in possible.tests]
     met: set[frozenset[LinkKey]] = set()
     rounds: list[tuple[PairTest, ...]] = []
@@ -399,20 +394,21 @@ def _behind(
 
 def _wide(possible: PairTests, capacity: _LinkCapacity) -> tuple[tuple[str, float, float], ...]:
     """Return links that no test fills, with the part that tests measure."""
+    found = _unfilled(possible, capacity)
+    named: dict[str, tuple[str, float, float]] = {}
+    for key, load in found.items():
+        name = wire_names([key, *(back for back in [(key[1], key[0], key[2])] if back in found)])[0]
+        named.setdefault(name, (name, capacity.bandwidth[key], load))
+    return tuple(named.values())
+
+
+def _unfilled(possible: PairTests, capacity: _LinkCapacity) -> dict[LinkKey, float]:
+    """Return the largest load of a test on each link that no test fills."""
     most: dict[LinkKey, float] = {}
     for test in possible.tests:
         for key in test.links:
             most[key] = max(most.get(key, 0.0), test.load(key))
-    found = {
-        key: (capacity.bandwidth[key], load)
-        for key, load in most.items()
-        if load * (1 + TOLERANCE) < capacity.bandwidth[key]
-    }
-    named: dict[str, tuple[str, float, float]] = {}
-    for key, (bandwidth, load) in found.items():
-        name = wire_names([key, *(back for back in [(key[1], key[0], key[2])] if back in found)])[0]
-        named.setdefault(name, (name, bandwidth, load))
-    return tuple(named.values())
+    return {key: load for key, load in most.items() if load * (1 + TOLERANCE) < capacity.bandwidth[key]}
 
 
 def _named(key: LinkKey) -> str:

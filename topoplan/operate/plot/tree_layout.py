@@ -15,6 +15,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from topoplan.machine.routing import fewest_steps
 from topoplan.operate.plot.panels import DrawnLink, Places, Point, box_width, full_width
 
 LAYER = 0.72
@@ -274,7 +275,7 @@ def grow_forest(
     for start in nodes:
         if start in seen:
             continue
-        component = _component(start, neighbours)
+        component = fewest_steps([start], lambda node: neighbours.get(node, ()))
         lowest = min(rank[node] for node in component)
         frontier = [node for node in nodes if node in component and rank[node] == lowest]
         roots += frontier
@@ -302,17 +303,6 @@ def connected(nodes: Sequence[Node], pairs: Iterable[tuple[Node, Node]]) -> list
     seen: set[Node] = set()
     for node in nodes:
         if node not in seen:
-            groups.append(_component(node, neighbours))
+            groups.append(set(fewest_steps([node], lambda near: neighbours.get(near, ()))))
             seen |= groups[-1]
     return groups
-
-
-def _component(start: Node, neighbours: Mapping[Node, Sequence[Node]]) -> set[Node]:
-    component = {start}
-    frontier = [start]
-    for node in frontier:
-        for near in neighbours.get(node, ()):
-            if near not in component:
-                component.add(near)
-                frontier.append(near)
-    return component

@@ -28,13 +28,12 @@ from topoplan.plans.plan import ALL_TO_ALL, check_collective, root_rank
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import Edge, Stage
 from topoplan.solve.packing.composition import server_trees
-from topoplan.solve.packing.kind_all_to_all import KindExchange
+from topoplan.solve.packing.kind_all_to_all import KindExchange, TorusExchange
 from topoplan.solve.packing.kind_program import Proof, Solution, TemplateColumn, TreeProgram
 from topoplan.solve.packing.kind_routes import KindRoutes, RouteParts
 from topoplan.solve.packing.kind_stars import Join, KindStars, Star, StarCosts
 from topoplan.solve.packing.kind_switches import NetworkStars, Path, SwitchedStar, SwitchedTrees
 from topoplan.solve.packing.packing_program import rounded_lengths
-from topoplan.solve.packing.torus_all_to_all import TorusExchange
 from topoplan.solve.packing.torus_broadcast import plan_rooted_torus
 from topoplan.solve.packing.torus_packing import TorusPacking, check_torus
 
@@ -356,7 +355,7 @@ def plan_by_kind(
         `topoplan.plans.kind_templates`), or go through the dimensions of a torus in some order
         (`topoplan.plans.torus_templates`). Where such trees leave a gap, without in-network reduction and on samples
         of at most 256 GPUs, trees may enter a server at any of its GPUs, and the root's server again. An all-to-all
-        has paths (see `topoplan.plans.kind_exchange`, and `topoplan.plans.torus_exchange`), and every pair of GPUs
+        has paths (see `topoplan.plans.kind_exchange`, and `topoplan.plans.torus_templates`), and every pair of GPUs
         exchanges the same. Paths but for those of a torus, and trees inside servers with one edge into each, are as
         low as the rate allows. The gap is exact.
 
