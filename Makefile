@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NEWEST ?= build/newest-torch
 TORCH_TESTS := tests/jobs/test_torch*.py tests/collectives/torch tests/collectives/backends/test_torch_program.py
 
-.PHONY: demo train test test-all test-long test-random test-newest-torch test-gpu lint docs bench wheel clean
+.PHONY: demo train test test-all thorough test-long test-random test-newest-torch test-gpu lint docs bench wheel clean
 
 demo: $(VENV)/.demo
 	mkdir -p build
@@ -34,8 +34,12 @@ train: $(VENV)/.test
 test: $(VENV)/.test
 	$(PYTEST)
 
-# The rest of what CI runs: jobs of many processes, all of a kind where test takes a few, and the site.
-test-all: $(VENV)/.test docs
+# The rest of what CI runs: jobs of many processes, all of a kind where test takes a few, and the site. Many of these
+# tests wait for processes, so the site is built beside them.
+test-all: $(VENV)/.test $(VENV)/.docs
+	$(MAKE) --jobs=2 docs thorough
+
+thorough: $(VENV)/.test
 	$(PYTEST) -m "(thorough or listings) and not gpu and not slow"
 
 # What takes too long for CI: everything, every size, every mutant.

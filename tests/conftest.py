@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import math
 import os
 import signal
 import sys
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from functools import cache, partial
 from pathlib import Path
 
@@ -21,6 +22,10 @@ from tests.support.fake_machine.fixtures import fake_host as fake_host
 from tests.support.fake_machine.fixtures import fake_nvml as fake_nvml
 from tests.support.listings import FABRICS, MACHINES
 from topoplan.cli.main import main
+from topoplan.machine.fabric import Fabric
+from topoplan.plans.plan import Plan
+from topoplan.solve import planner
+from topoplan.solve.search_control import Deadline
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and with them the processes that they start
 # and interrupt.
@@ -32,8 +37,8 @@ hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("random", print_blob=True, deadline=None)
 hypothesis.settings.load_profile("fixed")
 
-SAMPLE = (3 - math.sqrt(5)) / 6
-"""The share of a sampled test's cases that run by default; irrational, so that a period of the cases hides no kind."""
+SAMPLE = (3 - math.sqrt(5)) / 9
+"""The share of a sampled test's cases that run by default, a twelfth; irrational, so that a period hides no kind."""
 
 collect_ignore_glob = ["bench/*", "faults/*", "jobs/*_ranks.py"]
 """Commands, and what ranks of jobs run: they have no examples, and import what takes seconds."""
@@ -57,8 +62,8 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
     """Mark the cases of sampled tests, and make no items of cases that ``-m`` leaves out: they are most of all cases.
 
-    An eighth of sampled cases runs by default, another eighth is thorough, the rest slow. A test that is thorough
-    itself has a sixteenth that is thorough; the rest are slow.
+    A twelfth of sampled cases runs by default, another twelfth is thorough, the rest slow. A test that is thorough
+    itself has a twenty-fourth that is thorough; the rest are slow.
     """
     yield
     shared = {mark.name for mark in metafunc.definition.iter_markers()}
@@ -67,13 +72,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
     # hypothesis marks its tests later
     wanted = _expression(metafunc.config.option.markexpr or "slow or not slow")
     taken = []
-    number = 0
+    # the first case without a mark runs by default, wherever it stands
+    numbers = dict.fromkeys((False, True), 0)
     for case in metafunc._calls:
         marks = shared | {mark.name for mark in case.marks}
         if "sampled" in marks and "slow" not in marks:
-            place = number * SAMPLE % 1
-            number += 1
-            if place >= SAMPLE * (0.5 if "thorough" in marks else 2):
+            thorough = "thorough" in marks
+            place = numbers[thorough] * SAMPLE % 1
+            numbers[thorough] += 1
+            if place >= SAMPLE * (0.5 if thorough else 2):
                 case.marks.append(pytest.mark.slow.mark)
                 marks.add("slow")
             elif place >= SAMPLE:
@@ -98,6 +105,43 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"machines_dir", "fabrics_dir"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.listings)
+
+
+_plan_exact = planner._plan_exact
+
+
+@cache
+def _kept_plan(fabric: Fabric, collective: str, root: int | None, order: str, tolerance: float) -> Plan:
+    return _plan_exact(fabric, collective, root, order, Deadline(None), None, tolerance)
+
+
+def _plan_once(
+    fabric: Fabric,
+    collective: str,
+    root: int | None,
+    order: str,
+    deadline: Deadline,
+    progress: Callable[[str], None] | None,
+    tolerance: float,
+) -> Plan:
+    if deadline.limit is None and progress is None:
+        return _kept_plan(fabric, collective, root, order, tolerance)
+    return _plan_exact(fabric, collective, root, order, deadline, progress, tolerance)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Plan each fabric once in a process, except for tests of the planner, of determinism, and with ``monkeypatch``.
+
+    Half of what other tests plan has been planned before, mostly by commands on the same few machines.
+    """
+    function = getattr(item, "function", None)
+    changes = function is not None and "monkeypatch" in inspect.signature(function).parameters
+    if changes or {"solve", "test_determinism.py"} & set(item.path.parts):
+        return (yield)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "_plan_exact", _plan_once)
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -78,7 +78,7 @@ def test_a_broadcast_fills_all_ports_of_a_server(
         ("v100x4", (2, 2), 4),
         pytest.param("v100x4", (3, 2), 4, marks=pytest.mark.thorough),
         pytest.param("dgx-1v", (2, 2), 4, marks=pytest.mark.thorough),
-        pytest.param("v100x4", (3, 3), 4, marks=pytest.mark.thorough),
+        pytest.param("v100x4", (3, 3), 4, marks=pytest.mark.slow),
         pytest.param("dgx-1v", (3, 2), 4, marks=pytest.mark.slow),
         pytest.param("dgx-h100", (3, 2), 8, marks=pytest.mark.slow),
         pytest.param("dgx-h100", (2, 2), 8, marks=pytest.mark.thorough),

@@ -226,7 +226,9 @@ def test_small_buffers_stay_on_nvlink() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize("machine", ["dgx-1v", "v100x4", "dgx-h100"])
+@pytest.mark.parametrize(
+    "machine", ["dgx-1v", *(pytest.param(one, marks=pytest.mark.slow) for one in ("v100x4", "dgx-h100"))]
+)
 def test_a_split_is_never_slower_than_nvlink_alone(machine: str, collective: str) -> None:
     """At every size, near the crossover too, the model gives the plan for it no more time than NVLink alone."""
     topology = topoplan.load(machine)
