@@ -7,7 +7,7 @@ rank is two edges of a tree. The NIC or CPU of a third server forwards only if i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from topoplan.errors import InfeasibleError, TopologyError, UsageError
 from topoplan.machine.half_duplex import is_part, split
-from topoplan.machine.routing import NOT_FORWARDING, RouteGraph, Transit, staged
+from topoplan.machine.routing import NOT_FORWARDING, RouteGraph, Transit, fewest_steps, staged
 from topoplan.machine.topology import Link, Topology
 from topoplan.units import exact
 
@@ -494,19 +494,9 @@ def _servers(topology: Topology, without: Collection[str]) -> list[list[str]]:
             out.setdefault(link.src, []).append(link.dst)
     left, found = list(topology.gpus), []
     while left:
-        beside = reached(out, left[0])
+        beside = fewest_steps(left[:1], lambda name: out.get(name, ()))
         found.append([name for name in left if name in beside])
         left = [name for name in left if name not in beside]
-    return found
-
-
-def reached(out: Mapping[str, Iterable[str]], start: str) -> set[str]:
-    """Return the devices that a device reaches, with itself; out: the devices next to each."""
-    found, waiting = {start}, [start]
-    for name in waiting:
-        new = [end for end in dict.fromkeys(out.get(name, ())) if end not in found]
-        found.update(new)
-        waiting += new
     return found
 
 

@@ -30,8 +30,8 @@ from fractions import Fraction
 from itertools import pairwise
 
 from topoplan.errors import Note, UsageError
-from topoplan.machine.fabric import reached
 from topoplan.machine.hardware import gpu_identity
+from topoplan.machine.routing import fewest_steps
 from topoplan.machine.topology import Device, Link, Topology, without_named
 from topoplan.machine.variants import SIDES
 from topoplan.units import exact, listed, nearest_float
@@ -326,7 +326,7 @@ def _nvlink_joins(machine: Topology) -> bool:
     for link in machine.links:
         if link.channel == "nvlink":
             out.setdefault(link.src, []).append(link.dst)
-    return all(reached(out, gpu).issuperset(machine.gpus) for gpu in machine.gpus[:1])
+    return set(machine.gpus) <= fewest_steps(machine.gpus[:1], lambda name: out.get(name, ())).keys()
 
 
 def nvlink_neighbours(links: Iterable[Link], gpus: Iterable[str]) -> dict[str, set[str]]:
