@@ -1023,5 +1023,5 @@ class Communicator(DenseCollectives, SparseCollectives):
 
     def _root(self, root: int | None) -> int:
         if root is None:
-            return 0 if self.plan.root is None else self.plan.root
+            return 0 if self.plan.root is None else self._members.root_at_call
         return root

@@ -161,6 +161,13 @@ class CommunicatorMembers:
         return RanksAtCall(execution.backend.arrays, self.own_ranks, len(seats))
 
     @property
+    def root_at_call(self) -> int:
+        """The root of the plan, by the number that callers give it."""
+        root = self.plans.root
+        assert root is not None, "only asked of plans that have one"
+        return self.seats_at_call.index(self.membership.seats[root])
+
+    @property
     def unrepeated(self) -> Execution[Any]:
         """The execution of an exchange that survivors do not repeat.
 

@@ -268,6 +268,7 @@ NEXT_CALLS: dict[str, Callable[[Communicator], object]] = {
     "divided": lambda comm: comm.all_reduce(np.ones(8) / comm.size),
     "prepared": lambda comm: comm.prepare("all_reduce", np.ones(8))(),
     "root": lambda comm: comm.broadcast(np.full(8, float(comm.rank)), root=2),
+    "own root": lambda comm: comm.broadcast(np.full(8, float(comm.rank))),
     "lost root": lambda comm: comm.broadcast(np.ones(8), root=1),
     "out": lambda comm: comm.all_gather(np.ones(8), out=np.zeros(8 * comm.size)),
     "blocks": lambda comm: comm.reduce_scatter(np.ones(2 * 3 * comm.size)),
@@ -284,7 +285,10 @@ def learns_alone(rank: int, backend: str, folder: str, name: str, late: int) -> 
     """Rank 1 dies once it has its result; rank `late` learns of that before its result is handed over, the other one
     in the next call."""
     opened = backend_at(backend, rank, 3, meeting=f"unix:{folder}/meeting", timeout=STEP_SECONDS)
-    comm = Communicator(plan_for(3), opened, on_failure="shrink")
+    plan = plan_for(3)
+    if name == "own root":
+        plan = topoplan.plan(plan.topology, "broadcast", root=2)
+    comm = Communicator(plan, opened, on_failure="shrink")
     comm.all_reduce(np.ones(8))
     hand_over = Execution.hand_over
 
@@ -315,6 +319,7 @@ def learns_alone(rank: int, backend: str, folder: str, name: str, late: int) -> 
         ("divided", ""),
         pytest.param("prepared", "BackendError", marks=pytest.mark.thorough),
         pytest.param("root", "", marks=pytest.mark.thorough),
+        ("own root", ""),
         ("lost root", "BackendError"),
         pytest.param("out", "BackendError", marks=pytest.mark.thorough),
         pytest.param("blocks", "", marks=pytest.mark.thorough),
@@ -339,7 +344,7 @@ def test_ranks_are_numbered_alike_while_one_alone_knows_of_a_failure(
     assert name in ("blocks", "counts") or told[0][2] == told[1][2]
     if name == "divided":
         assert told[0][2][1] == f"{np.full(8, 2 / 3)}"
-    if name == "root":
+    if name in ("root", "own root"):
         assert told[0][2][1] == f"{np.full(8, 2.0)}"
 
 
