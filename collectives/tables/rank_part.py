@@ -32,6 +32,7 @@ from collectives.tables.template_part import (
 from collectives.tables.torus_rank_part import TorusTemplatePart, TorusTreePart
 from collectives.tables.transfer_table import OneRankOnly, TransferTable
 from topoplan.errors import UsageError
+from topoplan.machine.fabric import edge_channels
 from topoplan.plans.deferred_plan import DeferredPlan
 from topoplan.plans.kind_exchange import KindPath
 from topoplan.plans.kind_templates import KindTemplate
@@ -213,7 +214,9 @@ def rank_part(plan: PlanByKind, rank: int) -> RankPart:
                 of_roles[roles] = RolePlaces(plan, template, places, rank)
             finders.append(TemplatePart(plan, template, of_roles[roles], rank))
     position, steps, unit = _shard_order(plan, finders)
-    kinds = RowKinds(max(len(template.stages) for template in plan.templates), len(plan.channels))
+    kinds = RowKinds(
+        max(len(template.stages) for template in plan.templates), len(edge_channels(plan.channels))
+    )
     pieces: dict[tuple[int, bool], list[EdgeRows]] = {}
     while finders:
         for one in finders.pop().rows(position.pop(), kinds):
@@ -223,7 +226,7 @@ def rank_part(plan: PlanByKind, rank: int) -> RankPart:
         rank=rank,
         ranks=plan.size,
         blocks=plan.size if plan.collective in ("allgather", "reduce_scatter") else 1,
-        channels=plan.channels,
+        channels=edge_channels(plan.channels),
         shard=shard,
         peer=peer,
         kind=kind,

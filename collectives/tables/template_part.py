@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
 from topoplan.machine.cluster_by_kind import ClusterByKind
+from topoplan.machine.fabric import edge_channels
 from topoplan.plans.kind_images import local_numbers
 from topoplan.plans.kind_templates import (
     KindTemplate,
@@ -144,7 +145,8 @@ class TemplatePart:
     """Rows of one rank in the images of one template, whose roles have ``places``."""
 
     def __init__(self, plan: PlanByKind, template: KindTemplate, places: RolePlaces, rank: int) -> None:
-        self.template, self.places, self.channels, self.rank = template, places, plan.channels, rank
+        self.template, self.places, self.rank = template, places, rank
+        self.channels = edge_channels(plan.channels)
         self.count = places.count
         self.home = plan.sample.servers_of(plan.fabric.ranks)
         self.local = local_numbers(self.home)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.tables.template_part import EdgeRows, Flags, Numbers, RowKinds
+from topoplan.machine.fabric import edge_channels
 from topoplan.machine.torus import Direction
 from topoplan.plans.kind_images import local_numbers
 from topoplan.plans.plan_by_kind import PlanByKind
@@ -32,7 +33,7 @@ class TorusTemplatePart:
     """Rows of one rank in the images of one template of a torus."""
 
     def __init__(self, plan: PlanByKind, template: TorusTemplate, rank: int) -> None:
-        self.template, self.rank, self.channels = template, rank, plan.channels
+        self.template, self.rank, self.channels = template, rank, edge_channels(plan.channels)
         torus = plan.cluster.network.torus
         self.sides = np.array(torus.sides, dtype=np.int64)[:, None]
         self.count, self.each = torus.servers, plan.size // torus.servers
@@ -170,7 +171,8 @@ class TorusTreePart:
 
     def __init__(self, plan: PlanByKind, template: TorusTree, rank: int) -> None:
         assert plan.root is not None, "a broadcast or reduce has a root"
-        self.template, self.rank, self.root, self.channels = template, rank, plan.root, plan.channels
+        self.template, self.rank, self.root = template, rank, plan.root
+        self.channels = edge_channels(plan.channels)
         self.images = TorusTreeImages(plan.cluster, plan.root, plan.sample, plan.fabric, template)
 
     def owners(self, collective: str) -> Numbers:

@@ -35,6 +35,16 @@ ALL, STAGED = "all", "all-staged"
 UNIONS = (ALL, STAGED)
 """Choices of channels that pack NVLink and PCIe together."""
 
+
+def edge_channels(channels: Sequence[str]) -> tuple[str, ...]:
+    """Return the channels that edges of plans have.
+
+    >>> edge_channels(("all", "network"))
+    ('nvlink', 'pcie', 'network')
+    """
+    return tuple(name for one in channels for name in (("nvlink", "pcie") if one in UNIONS else (one,)))
+
+
 CHANNEL_CHOICES = {
     "auto": (("nvlink",), (ALL,), ("pcie",), ("nvlink", "network"), (ALL, "network"), ("pcie", "network")),
     "nvlink": (("nvlink",),),

@@ -25,6 +25,7 @@ from tests.support.kind_clusters import (
     random_plan,
 )
 from topoplan import PlanByKind, Server, UsageError, cluster_by_kind, plan_by_kind
+from topoplan.machine.fabric import edge_channels
 from topoplan.plans.certificates.kind_lengths import DUAL_ASCENT
 from topoplan.plans.deferred_plan import DeferredPlan
 from topoplan.plans.shards import Shard, aligned_end, shard_bounds
@@ -34,7 +35,7 @@ from topoplan.reading.load import load_cluster_by_kind
 def same_rows(plan: PlanByKind, ranks: range | list[int], count: int, chunk_elements: int) -> int:
     """Compare parts with the listed form; returns the number of compared rows."""
     table = lower(plan.listed(), count, chunk_elements=chunk_elements)
-    channel_of = np.array([plan.channels.index(channel) for *_, channel in table.queues])
+    channel_of = np.array([edge_channels(plan.channels).index(channel) for *_, channel in table.queues])
     rows = 0
     for rank in ranks:
         part = rank_part(plan, rank)
