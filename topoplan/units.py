@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from operator import index
 
-from topoplan.errors import UsageError
+from topoplan.errors import UsageError, is_real, is_whole
 
 SURROGATES = re.compile("[\ud800-\udfff]")
 """Surrogates, which JSON escapes can express and no file can hold."""
@@ -79,11 +79,14 @@ def entry_share(density: float, *, entry_bits: float = 64, element_bits: int = 3
     >>> entry_share(0.01)
     Fraction(1, 50)
     """
-    if not 0 < density <= 1:
-        raise UsageError(f"a density of {density} is not above 0 and at most 1; give for example 0.01")
-    if not (entry_bits > 0 and element_bits > 0):
+    if not is_real(density) or not 0 < density <= 1:
+        raise UsageError(f"a density of {density!r} is not above 0 and at most 1; give for example 0.01")
+    if not (
+        is_real(entry_bits) and 0 < entry_bits < math.inf and is_whole(element_bits) and element_bits > 0
+    ):
         raise UsageError(
-            f"entries of {entry_bits} bits and elements of {element_bits} need more than 0 bits each"
+            f"entries of {entry_bits!r} bits and elements of {element_bits!r} need more than 0 bits each; give "
+            "numbers, and a whole one for element_bits"
         )
     return exact(density) * exact(entry_bits) / element_bits
 

@@ -11,7 +11,7 @@ from typing import Any
 from collectives.backends.backend import LONGEST_TIMEOUT, Backend
 from collectives.peers.agreement import Gather
 from collectives.peers.membership_protocol import MembershipProtocol
-from topoplan.errors import UsageError
+from topoplan.errors import UsageError, check_type, is_real, shortened
 from topoplan.machine.topology import Device
 from topoplan.plans.plan import Plans
 
@@ -32,8 +32,10 @@ class BackendSettings:
     exact: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.timeout <= LONGEST_TIMEOUT:
-            raise UsageError(f"timeout must be above 0 and at most {LONGEST_TIMEOUT} s, got {self.timeout}")
+        if not is_real(self.timeout) or not 0 < self.timeout <= LONGEST_TIMEOUT:
+            raise UsageError(
+                f"timeout must be above 0 and at most {LONGEST_TIMEOUT} s, got {shortened(self.timeout)}"
+            )
 
 
 DEFAULT = BackendSettings(timeout=30.0)
@@ -137,6 +139,7 @@ def check_helpers(plans: Plans, backend: str | Backend[Any]) -> None:
     >>> import topoplan
     >>> check_helpers(topoplan.plan("dgx-1v"), "torch")
     """
+    check_type("backend", backend, str, Backend, remedy="give the name of a back end, such as tcp")
     name = backend if isinstance(backend, str) else backend.name
     processes = None if isinstance(backend, str) else backend.helpers
     record = BACKENDS.get(name.removeprefix("paced "))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ from collectives.recovery.survivors import (
     join_recovery,
 )
 from collectives.tables.numpy_arrays import dtype_name
-from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError, deprecated
+from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError, check_type, deprecated
 from topoplan.plans.plan import ROOTED, Plan, Plans, check_collective
 from topoplan.units import parse_size
 
@@ -200,6 +201,7 @@ class Communicator(DenseCollectives, SparseCollectives):
             raise UsageError(
                 f"the {backend.name} back end is already open; pass engine and exact to it, or pass its name here"
             )
+        check_type("chunk_file", chunk_file, str, PathLike, type(None), remedy="name a file")
         settings = BackendSettings(timeout, engine=engine, exact=exact)
         opened = None if isinstance(backend, str) else backend
         if plan is None:  # otherwise the ranks would plan for where they run
@@ -329,7 +331,9 @@ class Communicator(DenseCollectives, SparseCollectives):
         """
         backend = self._open().backend
         sides = tuple(shape) if isinstance(shape, Sequence) else (shape,)
-        if not all(isinstance(side, int | np.integer) and side >= 0 for side in sides):
+        if any(
+            isinstance(side, bool) or not isinstance(side, int | np.integer) or side < 0 for side in sides
+        ):
             raise UsageError(f"shape must be whole numbers of at least 0, got {sides}")
         if hasattr(dtype, "dtype") and not isinstance(dtype, type):
             like = self.arrays.check(dtype, rank=self.ranks[0], what="array")
@@ -352,6 +356,9 @@ class Communicator(DenseCollectives, SparseCollectives):
         BackendError
             Another rank failed, or does not call it.
         """
+        from topoplan.plans.mesh_plans import MeshPlans
+
+        check_type("mesh", mesh, MeshPlans, remedy="make one by topoplan.plan_mesh")
         backend = self._open().backend
         wanted = [group for group in mesh.groups if group.axis == axis]
         if len(mesh.ranks) != self.size or not wanted:

@@ -16,7 +16,7 @@ from collectives.backends.backend import Backend
 from collectives.backends.open_backend import BACKENDS, BackendSettings, backends_with, check_backend
 from collectives.peers.agreement import Gather, check_still_wanted, gather_or_raise, plan_on_one_rank
 from collectives.peers.control_plane import Signature
-from topoplan.errors import UsageError
+from topoplan.errors import UsageError, check_type
 from topoplan.machine.topology import Topology
 from topoplan.plans.deferred_plan import DeferredPlan
 from topoplan.plans.plan import Plans
@@ -110,6 +110,7 @@ def open_backend_for_plan(
     run. Raises `UsageError` without a plan if the ranks of this back end cannot agree on one, or as `resolve_plan` and
     `agree_on_job_plan`; `BackendError` if the ranks do not find each other.
     """
+    check_type("backend", backend, str, Backend, remedy="give the name of a back end, such as tcp")
     if isinstance(backend, str):
         check_backend(backend, settings)
         record = BACKENDS[backend]

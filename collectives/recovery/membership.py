@@ -45,7 +45,7 @@ from collectives.recovery.survivors import (
 from collectives.sparse.exchange_choice import SparseExplanation, SparseRequest
 from collectives.sparse.sparse_collective import SparseCollective
 from collectives.tables.lowering import lower
-from topoplan.errors import BackendError, InfeasibleError, PlanError, RefusedError, UsageError
+from topoplan.errors import BackendError, InfeasibleError, PlanError, RefusedError, UsageError, numbers_given
 from topoplan.plans.plan import Plans
 
 Result = TypeVar("Result")
@@ -363,7 +363,7 @@ class CommunicatorMembers:
     def grow_here(self, seats: Collection[int] | None) -> tuple[int, ...]:
         """Restore original ranks, by default all missing ones, if this process holds all ranks."""
         empty = self.membership.change.without
-        wanted = empty if seats is None else tuple(seats)
+        wanted = empty if seats is None else numbers_given("original ranks", seats)
         present = [seat for seat in wanted if seat not in empty]
         if present:
             raise UsageError(

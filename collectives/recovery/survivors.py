@@ -26,7 +26,14 @@ from collectives.backends.plan_and_chunk_store import plan_locally
 from collectives.peers.agreement import compressed_plan, decompressed_plan, plan_on_one_rank
 from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.peers.membership_state import NO_PROGRESS, JoinRequest, RecoveryProgress
-from topoplan.errors import BackendError, InfeasibleError, TopoplanError, UsageError
+from topoplan.errors import (
+    BackendError,
+    InfeasibleError,
+    TopoplanError,
+    UsageError,
+    names_given,
+    speeds_given,
+)
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import cables, find_links, slow_links, without_gpus, without_links
 from topoplan.model.schedule_selection import plan_by_size, plan_like
@@ -59,8 +66,8 @@ class PlanChange:
         """Return a change in canonical order."""
         return PlanChange(
             tuple(sorted(set(without))),
-            tuple(sorted(set(without_links))),
-            tuple(sorted((slow_links or {}).items())),
+            tuple(sorted(names_given("links", without_links, example="gpu0-gpu3"))),
+            tuple(sorted(speeds_given(slow_links or {}).items())),
         )
 
     @property

@@ -23,7 +23,7 @@ from topoplan.engines.nccl.environment_file import nccl_environment
 from topoplan.engines.nccl.graph_file import machine_graph_xml, plan_graph_xml
 from topoplan.engines.nccl.topology_file import nccl_topo_xml
 from topoplan.engines.nccl.tuner_file import model_tuner
-from topoplan.errors import UsageError
+from topoplan.errors import UsageError, shortened
 from topoplan.machine.topology import Topology, TopologyLike, as_topology
 from topoplan.model.expected_times import KERNELS, ExpectedTimes, expected_times
 from topoplan.model.schedule_selection import fastest_from
@@ -290,10 +290,10 @@ FORMATS = {
 
 def check_format(name: str) -> str:
     """Return the name of a known format; the UsageError for an unknown one lists them."""
-    if name not in FORMATS:
-        near = difflib.get_close_matches(name, FORMATS, n=1)
+    if not isinstance(name, str) or name not in FORMATS:
+        near = difflib.get_close_matches(str(name), FORMATS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise UsageError(f"format {name[:40]!r} is unknown; {hint}known ones are {', '.join(FORMATS)}")
+        raise UsageError(f"format {shortened(name)} is unknown; {hint}known ones are {', '.join(FORMATS)}")
     return name
 
 

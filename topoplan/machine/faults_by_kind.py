@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from topoplan.errors import UsageError
+from topoplan.errors import UsageError, names_given, numbers_given, speeds_given
 from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.nic_wiring import WiredServer
 from topoplan.machine.topology import Link, Topology, without_named
@@ -93,7 +93,12 @@ def with_faults(
     gpus: Iterable[int],
 ) -> ClusterByKind:
     """Return the cluster after faults; see `ClusterByKind.with_faults`."""
-    cut, gone, lost = [*links], [*devices], sorted(set(gpus))
+    slower = speeds_given(slower)
+    cut, gone = (
+        names_given("links", links, example="gpu0-gpu3"),
+        names_given("devices", devices, example="nic0"),
+    )
+    lost = sorted(numbers_given("GPUs", gpus))
     part = named_servers(cluster, (*slower, *cut, *gone), lost)
     _refuse_gpus(cluster, part.topology, gone)
     left = without_devices(without_links(slow_links(part.topology, slower), cut), gone)

@@ -30,7 +30,7 @@ from html import escape
 from itertools import takewhile
 from typing import TYPE_CHECKING, Self, cast
 
-from topoplan.errors import PlanError, TopologyError, TopoplanError, UsageError, deprecated
+from topoplan.errors import PlanError, TopologyError, TopoplanError, UsageError, check_type, deprecated
 from topoplan.machine.fabric import CHANNEL_LINKS, UNIONS, Fabric, channel_words
 from topoplan.machine.topology import Topology, format_value
 from topoplan.plans.certificates.certificate import Certificate, certificate_from_object, explain_certificate
@@ -42,6 +42,7 @@ from topoplan.plans.file_values import (
     parse_object,
     read_list,
     read_number,
+    read_object,
     read_text,
     read_texts,
     read_whole,
@@ -228,6 +229,7 @@ class Tree:
     @staticmethod
     def of(shard: Shard, names: Sequence[str]) -> Tree:
         """Return the tree of a shard; ``names`` are the devices that its edges number."""
+        check_type("shard", shard, Shard, remedy="take one of plan.shards")
         moving = [stage for stage in shard.stages if stage.edges]
         last = [*takewhile(lambda stage: stage.op == moving[-1].op, reversed(moving))][::-1]
         # a reduce of several phases ends at its root, all else begins there
@@ -483,6 +485,7 @@ class Plan(Plans):
     @classmethod
     def from_object(cls, value: dict[str, object], topology: Topology | None = None) -> Self:
         """Read the object of a plan file, or of a plan in a file that states the machine elsewhere; as `from_json`."""
+        value = read_object(value, "a plan file's object")
         second = value.get("collective") == ALL_TO_ALL or value.get("format") == PLAN_FORMAT_2
         check_format(value, PLAN_FORMAT_2 if second else PLAN_FORMAT)
         check_known(value, PLAN_KEYS, "the plan")

@@ -25,7 +25,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from topoplan.errors import PlanError
+from topoplan.errors import PlanError, check_whole
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.permutation_groups import LARGEST_TABLE, Elements, all_elements
 from topoplan.plans.file_values import (
@@ -226,6 +226,7 @@ def shard_bounds(shares: Iterable[Fraction], count: int, *, blocks: int = 1) -> 
     >>> shard_bounds([Fraction(1, 4)] * 4, 100, blocks=2)
     [0, 16, 50, 66, 100]
     """
+    check_whole("count", count)
     bounds = [0]
     total = Fraction(0)
     for share in shares:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from topoplan.errors import TopologyError, UsageError
+from topoplan.errors import TopologyError, UsageError, check_type
 from topoplan.machine.host_topology import bus_id, bus_id_order
 from topoplan.machine.topology import Link, Topology, TopologyLike, as_topology, without_bare_switches
 from topoplan.reading.load import read_text
@@ -356,6 +356,7 @@ def with_nvlinks(topology: Topology, gpus: Sequence[GpuNvlinks]) -> Topology:
 
 def _read(listing: str | os.PathLike[str]) -> tuple[str, str]:
     """Return the name of a listing, empty for a text, and its text."""
+    check_type("listing", listing, str, os.PathLike, remedy="give a file or its text, one after another")
     path = os.fspath(listing)
     if isinstance(listing, str) and "\n" in listing:
         return "", listing

@@ -27,7 +27,7 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
-from topoplan.errors import ProbeError, TopologyError, UsageError, kind_of
+from topoplan.errors import ProbeError, TopologyError, UsageError, check_type, kind_of
 from topoplan.machine.hardware import SOCKET, socket_bandwidth
 from topoplan.machine.host_topology import Host, HostCpu, HostGpu, HostNic, host_topology
 from topoplan.machine.routing import without_peer_access
@@ -252,6 +252,7 @@ def probe_host(*, sysfs_root: str | os.PathLike[str] | None = None, refresh: boo
 
 def host_sysfs(sysfs_root: str | os.PathLike[str] | None = None) -> Sysfs:
     """Return a reader of the folder that stands for ``/sys``; a UsageError if it does not exist."""
+    check_type("sysfs_root", sysfs_root, str, os.PathLike, type(None), remedy="name a folder")
     named = os.environ.get(SYSFS_ROOT) or None if sysfs_root is None else sysfs_root
     if named is not None and not os.path.isdir(named):
         raise UsageError(

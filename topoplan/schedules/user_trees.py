@@ -15,7 +15,7 @@ trees could gain.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -23,7 +23,7 @@ from itertools import pairwise
 from math import lcm
 from numbers import Integral
 
-from topoplan.errors import InfeasibleError, UsageError
+from topoplan.errors import InfeasibleError, UsageError, check_type
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import TopologyLike
 from topoplan.plans.build import Allocation, stage_order, timed, trivial_plan
@@ -407,6 +407,9 @@ def _with_shares(given: list[_Given], shares: Sequence[Share | None] | None) -> 
         return given
     if any(tree.share is not None for tree in given):
         raise UsageError("shares are given beside the trees and inside them; give them in one place")
+    check_type(
+        "shares", shares, Collection, remedy="give one share for each tree, None for a share to choose"
+    )
     if len(shares) != len(given):
         raise UsageError(
             f"{len(shares)} shares do not fit {len(given)} trees; give one each, None for a share to choose"

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from topoplan.errors import InfeasibleError, UsageError
+from topoplan.errors import InfeasibleError, UsageError, check_type
 from topoplan.machine import variants
 from topoplan.machine.fabric import CHANNEL_SPLITS, STAGED, Fabric, usable_fabric
 from topoplan.machine.fabric_structure import LabelledGraph, colours_with_fixed, machine_labelled_graph
@@ -104,10 +104,8 @@ def replan(
     >>> after.plan.rate, after.plan.gap, after.survivors
     (75.0, 0.0, (0, 1, 2, 4, 5, 6, 7))
     """
-    if not isinstance(plan, Plan):
-        raise UsageError(
-            "several plans are not replanned at once; give one, such as book.whole or plans.at(nbytes)"
-        )
+    remedy = "read a file by load_plan, and of several plans give one, such as book.whole or plans.at(nbytes)"
+    check_type("plan", plan, Plan, remedy=remedy)
     kind = plan.certificate.kind
     if isinstance(plan.certificate, SparseCertificate) or kind == "demand":
         raise UsageError(
@@ -179,7 +177,7 @@ def plan_survival(
     (24, 8, 75.0)
     """
     started = time.perf_counter()
-    if channels in CHANNEL_SPLITS or channels.startswith(STAGED):
+    if str(channels) in CHANNEL_SPLITS or str(channels).startswith(STAGED):
         raise UsageError(
             f"plans for failures take one forest, not channels {channels}; use auto, or plan each failure alone"
         )

@@ -23,7 +23,7 @@ from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING
 
-from topoplan.errors import UsageError, kind_of
+from topoplan.errors import UsageError, is_real, is_whole, kind_of
 from topoplan.machine.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, UNIONS, Fabric
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.machine.topology import Link, TopologyLike
@@ -236,7 +236,7 @@ def plan(
     _check_choice("method", method, METHODS)
     _check_choice("order", order, ORDERS)
     _check_choice("channels", channels, (*CHANNEL_CHOICES, *CHANNEL_SPLITS))
-    if not 0 <= tolerance < 1:
+    if not is_real(tolerance) or not 0 <= tolerance < 1:
         raise UsageError(
             f"tolerance {tolerance!r} must be a part of the bound, from 0 to below 1, such as 0.005"
         )
@@ -387,8 +387,8 @@ def _packed_plan(fabric: Fabric, collective: str, root: int | None, packed: Exac
 
 def _check_height(height: int, method: str, order: str) -> None:
     """Raise UsageError unless the height is at least 1 and no other option decides heights."""
-    if height < 1:
-        raise UsageError(f"a height of {height} has no edge; give 1 or more")
+    if not is_whole(height) or height < 1:
+        raise UsageError(f"a height of {height!r} has no edge; give a whole number of 1 or more")
     for name, value, only in (("method", method, "exact"), ("order", order, "height")):
         if value != only:
             raise UsageError(

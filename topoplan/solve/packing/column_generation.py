@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from topoplan.errors import check_function
 from topoplan.solve.packing.packing_program import Packing, Pricing, TreeColumn, has_exact_tables, length_of
 from topoplan.solve.search_control import Deadline, RandomStream
 from topoplan.solve.simplex.exact_simplex import PackingSimplex
@@ -138,6 +139,8 @@ class ColumnGeneration:
     deadline: Deadline = field(default_factory=lambda: Deadline(None))
 
     def __post_init__(self) -> None:
+        if self.progress is not None:
+            check_function("progress", self.progress)
         packing = self.packing
         self.rows = len(packing.limits)
         self.known: set[TreeColumn] = set()

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from topoplan.errors import InfeasibleError, UsageError
+from topoplan.errors import InfeasibleError, UsageError, check_function, check_type, is_whole
 from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.fabric import Arc
 from topoplan.plans.build import stage_order
@@ -383,11 +383,14 @@ def plan_by_kind(
     (200.016, 0.0, 100000)
     """
     started = time.perf_counter()
+    check_type("cluster", cluster, ClusterByKind, remedy="make one by cluster_by_kind")
+    if progress is not None:
+        check_function("progress", progress)
     collective = check_collective(collective)
     if cluster.size < 2:
         raise UsageError("a plan by kind must have two GPUs or more, got 1; nothing moves there")
-    if root is not None and not 0 <= root < cluster.size:
-        raise UsageError(f"root {root} must be a rank from 0 to {cluster.size - 1}; name another")
+    if root is not None and not (is_whole(root) and 0 <= root < cluster.size):
+        raise UsageError(f"root {root!r} must be a rank from 0 to {cluster.size - 1}; name another")
     root = root_rank(range(cluster.size), collective, root)
     if cluster.network.kind == "torus":
         if root is not None:
