@@ -112,6 +112,14 @@ def test_results_of_planning_are_shown_in_one_line() -> None:
             lambda: topoplan.lowest_tree(MACHINE, channels=["nvlink"]),
             r"channels \['nvlink'\] is unknown; use one of",
         ),
+        (
+            lambda: topoplan.cluster(["v100x4"] * 2, network="cables", cables=[5]),
+            "a cable must be of type Cable, got 5; write Cable",
+        ),
+        (
+            lambda: Communicator(topoplan.plan(MACHINE), backend=5, engine="windows"),
+            "backend must be of type str or Backend, got 5",
+        ),
         (lambda: topoplan.load_plan(5), "path must be of type str or PathLike, got 5; give a plan file"),
         (
             lambda: Communicator(topoplan.plan(MACHINE), timeout="x"),
@@ -126,5 +134,5 @@ def test_a_wrong_argument_is_named(call: Callable[[], object], message: str) -> 
 
 @pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
 def test_a_hook_names_its_wrong_timeout() -> None:
-    with a_group_of_one(), pytest.raises(UsageError, match="timeout must be above 0 and at most .*, got 'x'"):
+    with a_group_of_one(), pytest.raises(UsageError, match=r"timeout must be above 0 and at most .*, got 'x'"):
         import_module("collectives.torch").HookState(timeout="x")

@@ -11,7 +11,7 @@ from typing import Any
 from collectives.backends.backend import LONGEST_TIMEOUT, Backend
 from collectives.peers.agreement import Gather
 from collectives.peers.membership_protocol import MembershipProtocol
-from topoplan.errors import UsageError, check_type, is_real, shortened
+from topoplan.errors import UsageError, is_real, shortened
 from topoplan.machine.topology import Device
 from topoplan.plans.plan import Plans
 
@@ -139,7 +139,6 @@ def check_helpers(plans: Plans, backend: str | Backend[Any]) -> None:
     >>> import topoplan
     >>> check_helpers(topoplan.plan("dgx-1v"), "torch")
     """
-    check_type("backend", backend, str, Backend, remedy="give the name of a back end, such as tcp")
     name = backend if isinstance(backend, str) else backend.name
     processes = None if isinstance(backend, str) else backend.helpers
     record = BACKENDS.get(name.removeprefix("paced "))

@@ -197,6 +197,7 @@ class Communicator(DenseCollectives, SparseCollectives):
             raise UsageError(f"on_slow is {on_slow!r}; use ignore, report or replan")
         if on_failure not in ("raise", "shrink"):
             raise UsageError(f"on_failure is {on_failure!r}; use raise or shrink")
+        check_type("backend", backend, str, Backend, remedy="give the name of a back end, such as tcp")
         if (engine != "auto" or not exact) and not isinstance(backend, str):
             raise UsageError(
                 f"the {backend.name} back end is already open; pass engine and exact to it, or pass its name here"

@@ -13,11 +13,11 @@ between the GPUs and the ports, and the links to it and from it have the cap.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from topoplan.errors import UsageError
+from topoplan.errors import UsageError, check_type
 from topoplan.machine.cluster_network import MOST_NICS, Server, check_count
 from topoplan.machine.nic_wiring import NicPort, machine_nics
 from topoplan.machine.topology import (
@@ -202,6 +202,9 @@ def plug_in(
     UsageError if a cable or port is unknown or named twice, a server has no cable, a cap is below one cable, or servers
     cannot reach each other.
     """
+    check_type("cables", cables, Collection, remedy="give a list of Cable")
+    for cable in cables:
+        check_type("a cable", cable, Cable, remedy="write Cable('s0:p0', 's1:p0', 200)")
     count = sum(server.count for server in servers)
     if count > len(cables) + 1:
         raise UsageError(

@@ -294,7 +294,7 @@ def check_late(late: Mapping[int, float], size: int) -> None:
     for rank, seconds in late.items():
         if isinstance(rank, bool) or not isinstance(rank, Integral) or not 0 <= rank < size:
             raise UsageError(
-                f"a late rank must be 0 to {size - 1}, got {rank}; ranks count the GPUs of the allocation from 0"
+                f"a late rank must be 0 to {size - 1}, got {rank!r}; ranks count the GPUs of the allocation from 0"
             )
         if not (isinstance(seconds, Real) and math.isfinite(seconds) and seconds >= 0):
             raise UsageError(

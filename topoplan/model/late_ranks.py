@@ -32,7 +32,7 @@ from functools import partial
 from itertools import chain
 from math import lcm
 
-from topoplan.errors import InfeasibleError, PlanError, UsageError, shortened
+from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.machine.fabric import CHANNEL_SPLITS, Fabric
 from topoplan.machine.topology import TopologyLike
 from topoplan.model.closed_form import check_late, chunk_counts, pipeline
@@ -197,11 +197,8 @@ def plan_late(
 def _check(late: Mapping[int, float], size: int, channels: str) -> None:
     if not 2 <= size <= MOST_RANKS:
         raise UsageError(f"late ranks need 2 to {MOST_RANKS} GPUs, got {size}; choose others with gpus")
-    if not isinstance(late, Mapping) or not late:
-        raise UsageError(
-            f"late must name a rank, got {shortened(late) if late else 'none'}; give a rank and its seconds, such as "
-            "{1: 0.001}, or use topoplan.plan"
-        )
+    if not late:
+        raise UsageError("late must name a rank, got none; give a rank and its seconds, or use topoplan.plan")
     check_late(late, size)
     if str(channels) in CHANNEL_SPLITS:
         raise UsageError(f"late ranks need channels that share a buffer, got {channels}; use auto or nvlink")
