@@ -134,5 +134,8 @@ def test_a_wrong_argument_is_named(call: Callable[[], object], message: str) -> 
 
 @pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
 def test_a_hook_names_its_wrong_timeout() -> None:
-    with a_group_of_one(), pytest.raises(UsageError, match=r"timeout must be above 0 and at most .*, got 'x'"):
+    with (
+        a_group_of_one(),
+        pytest.raises(UsageError, match=r"timeout must be above 0 and at most .*, got 'x'"),
+    ):
         import_module("collectives.torch").HookState(timeout="x")

@@ -11,9 +11,10 @@ from typing import Any
 from collectives.backends.backend import LONGEST_TIMEOUT, Backend
 from collectives.peers.agreement import Gather
 from collectives.peers.membership_protocol import MembershipProtocol
-from topoplan.errors import UsageError, is_real, shortened
+from topoplan.errors import UsageError
 from topoplan.machine.topology import Device
 from topoplan.plans.plan import Plans
+from topoplan.units import is_real, shortened
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,9 +47,9 @@ from collectives.recovery.survivors import (
     join_recovery,
 )
 from collectives.tables.numpy_arrays import dtype_name
-from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError, check_type, deprecated
+from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError, deprecated
 from topoplan.plans.plan import ROOTED, Plan, Plans, check_collective
-from topoplan.units import parse_size
+from topoplan.units import check_type, parse_size
 
 if TYPE_CHECKING:
     from topoplan.plans.mesh_plans import MeshPlans

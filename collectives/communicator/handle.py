@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 from collectives.recovery.membership import CollectiveOutcome, CommunicatorMembers
 from collectives.tables.numpy_arrays import ArrayLibrary, Completion, NumpyArrays
-from topoplan.errors import RefusedError, UsageError, check_function, is_real, shortened
+from topoplan.errors import RefusedError, UsageError
+from topoplan.units import check_function, is_real, shortened
 
 if TYPE_CHECKING:
     from collectives.backends.execution import PreparedRequest

@@ -16,13 +16,14 @@ from collectives.backends.backend import Backend
 from collectives.backends.open_backend import BACKENDS, BackendSettings, backends_with, check_backend
 from collectives.peers.agreement import Gather, check_still_wanted, gather_or_raise, plan_on_one_rank
 from collectives.peers.control_plane import Signature
-from topoplan.errors import UsageError, check_type
+from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.deferred_plan import DeferredPlan
 from topoplan.plans.plan import Plans
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.size_plans import parse_job_plan, read_plan_file
 from topoplan.reading.load import library
+from topoplan.units import check_type
 
 PlanLike = Plans | PlanByKind | Topology | str | os.PathLike[str]
 """A plan, also by kind, the path of its file, or the machine whose GPUs are the ranks, also by its name in the library.

@@ -44,7 +44,8 @@ from collectives.peers.membership_state import (
     read_message,
 )
 from collectives.peers.peer_watchdog import LOOK, process_state
-from topoplan.errors import BackendError, UsageError, shortened
+from topoplan.errors import BackendError, UsageError
+from topoplan.units import shortened
 
 INVITATION = "topoplan.invitation/1"
 

@@ -45,8 +45,9 @@ from collectives.recovery.survivors import (
 from collectives.sparse.exchange_choice import SparseExplanation, SparseRequest
 from collectives.sparse.sparse_collective import SparseCollective
 from collectives.tables.lowering import lower
-from topoplan.errors import BackendError, InfeasibleError, PlanError, RefusedError, UsageError, numbers_given
+from topoplan.errors import BackendError, InfeasibleError, PlanError, RefusedError, UsageError
 from topoplan.plans.plan import Plans
+from topoplan.units import numbers_given
 
 Result = TypeVar("Result")
 

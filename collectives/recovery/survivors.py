@@ -26,14 +26,7 @@ from collectives.backends.plan_and_chunk_store import plan_locally
 from collectives.peers.agreement import compressed_plan, decompressed_plan, plan_on_one_rank
 from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.peers.membership_state import NO_PROGRESS, JoinRequest, RecoveryProgress
-from topoplan.errors import (
-    BackendError,
-    InfeasibleError,
-    TopoplanError,
-    UsageError,
-    names_given,
-    speeds_given,
-)
+from topoplan.errors import BackendError, InfeasibleError, TopoplanError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import cables, find_links, slow_links, without_gpus, without_links
 from topoplan.model.schedule_selection import plan_by_size, plan_like
@@ -42,6 +35,7 @@ from topoplan.plans.size_plans import SizePlans, parse_job_plan
 from topoplan.plans.survival import SurvivalPlans
 from topoplan.solve.failure_planner import replan
 from topoplan.solve.planner import plan
+from topoplan.units import names_given, speeds_given
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,8 @@ from collectives.sparse.quantization import (
     widen,
 )
 from collectives.tables.numpy_arrays import dtype_name
-from topoplan.errors import UsageError, check_type, check_whole
+from topoplan.errors import UsageError
+from topoplan.units import check_type, check_whole
 
 DIGEST_BYTES = 16  # two of a billion sets share a digest with a probability of 1e-21
 

@@ -41,9 +41,10 @@ from collectives.sparse.residuals import (
     select_entries,
 )
 from collectives.tables.numpy_arrays import LIMITS, ArrayLibrary
-from topoplan.errors import UsageError, check_type
+from topoplan.errors import UsageError
 from topoplan.plans.plan import ALL_TO_ALL
 from topoplan.plans.shards import shard_bounds
+from topoplan.units import check_type
 
 LINES = ("residual", "velocity")  # arrays of a residual's state
 

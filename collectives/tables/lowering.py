@@ -22,10 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.tables.transfer_table import RankBlocks, TransferTable, UnevenBlocks
-from topoplan.errors import PlanError, UsageError, check_type, check_whole
+from topoplan.errors import PlanError, UsageError
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.plan import LATE, Plan
 from topoplan.plans.shards import ALIGNMENT, Edge, Shard, Stage, path_ends, shard_bounds
+from topoplan.units import check_type, check_whole
 
 
 @dataclass(frozen=True, slots=True)

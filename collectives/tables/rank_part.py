@@ -31,7 +31,7 @@ from collectives.tables.template_part import (
 )
 from collectives.tables.torus_rank_part import TorusTemplatePart, TorusTreePart
 from collectives.tables.transfer_table import OneRankOnly, TransferTable
-from topoplan.errors import UsageError, check_type, check_whole
+from topoplan.errors import UsageError
 from topoplan.plans.deferred_plan import DeferredPlan
 from topoplan.plans.kind_exchange import KindPath
 from topoplan.plans.kind_templates import KindTemplate
@@ -41,6 +41,7 @@ from topoplan.plans.shards import ALIGNMENT
 from topoplan.plans.torus_exchange import TorusPaths
 from topoplan.plans.torus_templates import TorusTemplate
 from topoplan.plans.torus_trees import TorusTree
+from topoplan.units import check_type, check_whole
 
 AnyPart = TemplatePart | TorusTemplatePart | TorusTreePart
 """The rows of a rank in the images of a template, by its kind."""

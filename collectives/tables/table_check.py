@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.tables.transfer_table import TransferTable
-from topoplan.errors import PlanError, check_type
+from topoplan.errors import PlanError
 from topoplan.plans.plan import ALL_TO_ALL, Plan
+from topoplan.units import check_type
 
 
 def check_table(table: TransferTable, plan: Plan) -> None:

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from topoplan.errors import PlanError, check_whole
+from topoplan.errors import PlanError
+from topoplan.units import check_whole
 
 PER_ROW = (
     "source",

@@ -74,7 +74,8 @@ from collectives.training.gradient_estimates import check_saved_estimates
 from collectives.training.modes import BSP, Gossip, LocalSGD, Mode, OuterMode, mode_of
 from collectives.training.outer_optimizers import check_rounds_in_flight
 from collectives.training.report import Recorder, log_compilation, log_start, register_recorder
-from topoplan.errors import BackendError, UsageError, check_type
+from topoplan.errors import BackendError, UsageError
+from topoplan.units import check_type
 
 FORMAT = "topoplan.hook/2"
 """Format of a checkpoint state: residuals are in units of a loss scale of 1; earlier states name no format."""

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from topoplan.errors import UsageError, check_type
+from topoplan.errors import UsageError
+from topoplan.units import check_type
 
 Array = NDArray[Any]
 

@@ -33,7 +33,8 @@ from collectives.training.trust_ratios import (
     norm,
     sharing_communicator,
 )
-from topoplan.errors import UsageError, check_type, is_real, numbers_given, shortened
+from topoplan.errors import UsageError
+from topoplan.units import check_type, is_real, numbers_given, shortened
 
 Array = NDArray[Any]
 

@@ -26,9 +26,9 @@ from collectives.communicator.communicator import Communicator
 from collectives.tables.compiled import compile_seconds
 from collectives.training.exchange_settings import ExchangeSettings
 from collectives.training.modes import LocalSGD, OuterMode, Straggler, mode_of
-from topoplan.errors import UsageError, check_type
+from topoplan.errors import UsageError
 from topoplan.model.asynchronous_training import run_clocks
-from topoplan.units import format_seconds, format_size
+from topoplan.units import check_type, format_seconds, format_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

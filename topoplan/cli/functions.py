@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, SupportsIndex, cast, overload
 from topoplan.cli.arguments import OneLineParser, flag
 from topoplan.cli.output import Answer, without_progress
 from topoplan.cli.results import ExportedFiles, Result, Row
-from topoplan.errors import UsageError, check_type
+from topoplan.errors import UsageError
 from topoplan.machine.topology import TopologyLike, as_topology
 from topoplan.model.closed_form import Timeline
 from topoplan.model.closed_form import simulate as simulate_one
 from topoplan.plans.plan import Plans
-from topoplan.units import parse_size
+from topoplan.units import check_type, parse_size
 
 if TYPE_CHECKING:
     from fractions import Fraction

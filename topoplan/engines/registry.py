@@ -23,13 +23,14 @@ from topoplan.engines.nccl.environment_file import nccl_environment
 from topoplan.engines.nccl.graph_file import machine_graph_xml, plan_graph_xml
 from topoplan.engines.nccl.topology_file import nccl_topo_xml
 from topoplan.engines.nccl.tuner_file import model_tuner
-from topoplan.errors import UsageError, shortened
+from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology, TopologyLike, as_topology
 from topoplan.model.expected_times import KERNELS, ExpectedTimes, expected_times
 from topoplan.model.schedule_selection import fastest_from
 from topoplan.plans.deferred_plan import DeferredPlan
 from topoplan.plans.plan import Plan, Plans, collective_name
 from topoplan.plans.shards import shard_counts
+from topoplan.units import shortened
 
 MAX_FILE_EDGES = 1_000_000
 """Largest number of tree edges of a plan whose edges a file has one by one: some minutes, and gigabytes of memory."""

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from topoplan.errors import UsageError, check_type
+from topoplan.errors import UsageError
 from topoplan.machine.cluster_network import MOST_NICS, Server, check_count
 from topoplan.machine.nic_wiring import NicPort, machine_nics
 from topoplan.machine.topology import (
@@ -32,7 +32,7 @@ from topoplan.machine.topology import (
 )
 from topoplan.machine.transport import Transport
 from topoplan.machine.variants import SIDES
-from topoplan.units import gigabytes_from_gigabits, listed
+from topoplan.units import check_type, gigabytes_from_gigabits, listed
 
 ADAPTER = "ports"
 """Name of the NIC that stands for all ports of a server whose traffic is capped."""

@@ -8,7 +8,7 @@ from functools import partial
 from types import NoneType
 from typing import cast
 
-from topoplan.errors import UsageError, check_type
+from topoplan.errors import UsageError
 from topoplan.machine.cables import Cable, plug_in
 from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.cluster_network import (
@@ -25,7 +25,7 @@ from topoplan.machine.cluster_network import (
 from topoplan.machine.nic_wiring import NicPort, WiredServer, machine_nics, nic_machine, wire_server
 from topoplan.machine.topology import FASTEST, SLOWEST, Device, Link, Topology, check_memory, facts, is_number
 from topoplan.machine.transport import CABLED, Transport, transport_of
-from topoplan.units import counted
+from topoplan.units import check_type, counted
 
 MOST_HELPERS = 4096
 """Most machines without GPUs: more is taken for a typing error."""

@@ -31,12 +31,12 @@ from functools import cached_property, partial
 from itertools import groupby
 from typing import NamedTuple, cast
 
-from topoplan.errors import UsageError, check_type, check_whole, is_whole, numbers_given, shortened
+from topoplan.errors import UsageError
 from topoplan.machine.cluster_network import ClusterNetwork, check_torus_size, join_servers
 from topoplan.machine.half_duplex import split
 from topoplan.machine.nic_wiring import NicPort, WiredServer
 from topoplan.machine.topology import Device, Link, Topology, check_memory
-from topoplan.units import counted
+from topoplan.units import check_type, check_whole, counted, is_whole, numbers_given, shortened
 
 MOST_LISTED = 256
 """GPUs of a cluster up to which ``topoplan plan`` lists every GPU and tree."""

@@ -16,12 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from topoplan.errors import UsageError, names_given, numbers_given, speeds_given
+from topoplan.errors import UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.nic_wiring import WiredServer
 from topoplan.machine.topology import Link, Topology, without_named
 from topoplan.machine.variants import slow_links, without_devices, without_links
-from topoplan.units import counted
+from topoplan.units import counted, names_given, numbers_given, speeds_given
 
 _SERVER = re.compile(r"(?:^|[->])s(\d{1,9})\.")
 _LEAF, _POD = (re.compile(rf"(?:^|[->])(?:{name})(\d{{1,9}})(?=$|-)") for name in ("leaf|group", "pod"))

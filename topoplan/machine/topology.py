@@ -21,8 +21,8 @@ from operator import index
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard, cast
 
 import topoplan
-from topoplan.errors import TopologyError, UsageError, shortened
-from topoplan.units import counted, format_size
+from topoplan.errors import TopologyError, UsageError
+from topoplan.units import counted, format_size, shortened
 
 if TYPE_CHECKING:
     import networkx

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, cast
 
-from topoplan.errors import TopologyError, UsageError, shortened
+from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.topology import (
     DEVICE_KINDS,
     FORMAT,
@@ -30,7 +30,7 @@ from topoplan.machine.topology import (
     Topology,
     format_value,
 )
-from topoplan.units import SURROGATES, listed
+from topoplan.units import SURROGATES, listed, shortened
 
 if TYPE_CHECKING:
     import networkx

@@ -22,7 +22,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from topoplan.errors import UsageError, is_whole, names_given, speeds_given
+from topoplan.errors import UsageError
 from topoplan.machine.half_duplex import merged, whole_ends
 from topoplan.machine.hardware import with_capable
 from topoplan.machine.topology import (
@@ -38,6 +38,7 @@ from topoplan.machine.topology import (
     is_number,
     without_named,
 )
+from topoplan.units import is_whole, names_given, speeds_given
 
 if TYPE_CHECKING:
     from topoplan.machine.cluster_by_kind import ClusterByKind

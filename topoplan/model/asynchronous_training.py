@@ -21,12 +21,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from topoplan.errors import InfeasibleError, UsageError, check_type, is_real
+from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.topology import TopologyLike
 from topoplan.model.copy_routes import CopyRoutes
 from topoplan.model.dataflow import device_kinds, route_latency
 from topoplan.plans.build import Allocation
-from topoplan.units import parse_size
+from topoplan.units import check_type, is_real, parse_size
 
 ClockTimes = NDArray[np.float64]
 

@@ -20,7 +20,7 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, ParamSpec
 
-from topoplan.errors import InfeasibleError, UsageError, check_type
+from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import CHANNEL_SPLITS, UNIONS, Fabric, channel_words
 from topoplan.machine.hardware import is_amd
 from topoplan.machine.topology import Topology, TopologyLike
@@ -38,7 +38,7 @@ from topoplan.schedules.registry import SCHEDULES
 from topoplan.schedules.ring import RING_KINDS, ring_plan
 from topoplan.schedules.routes import LeastLoaded
 from topoplan.solve.planner import GAP, METHODS, plan
-from topoplan.units import TOLERANCE, counted, format_size, listed, parse_size, parse_sizes
+from topoplan.units import TOLERANCE, check_type, counted, format_size, listed, parse_size, parse_sizes
 
 if TYPE_CHECKING:
     from topoplan.solve.packing.all_to_all import Matrix

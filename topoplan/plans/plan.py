@@ -30,7 +30,7 @@ from html import escape
 from itertools import takewhile
 from typing import TYPE_CHECKING, Self, cast
 
-from topoplan.errors import PlanError, TopologyError, TopoplanError, UsageError, check_type, deprecated
+from topoplan.errors import PlanError, TopologyError, TopoplanError, UsageError, deprecated
 from topoplan.machine.fabric import CHANNEL_LINKS, UNIONS, Fabric, channel_words
 from topoplan.machine.topology import Topology, format_value
 from topoplan.plans.certificates.certificate import Certificate, certificate_from_object, explain_certificate
@@ -51,6 +51,7 @@ from topoplan.plans.loads import team_wide_rate
 from topoplan.plans.shards import ImageParts, ImageShards, Shard, Stage, shard_bounds, shard_counts
 from topoplan.units import (
     bus_factor,
+    check_type,
     counted,
     format_size,
     labelled,

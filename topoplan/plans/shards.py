@@ -25,7 +25,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from topoplan.errors import PlanError, check_whole
+from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.permutation_groups import LARGEST_TABLE, Elements, all_elements
 from topoplan.plans.file_values import (
@@ -37,7 +37,7 @@ from topoplan.plans.file_values import (
     read_texts,
     read_whole,
 )
-from topoplan.units import name_ranges, shown
+from topoplan.units import check_whole, name_ranges, shown
 
 OPERATIONS = ("reduce", "broadcast", "gather")
 """Operations of a stage; data runs towards the root in a reduce, and away from it in the others."""

@@ -16,7 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from topoplan.errors import PlanError, UsageError, check_type
+from topoplan.errors import PlanError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.chain_limits import Limit, limit_from_object
 from topoplan.plans.deferred_plan import DeferredPlan
@@ -40,6 +40,7 @@ from topoplan.plans.plan import (
     without_topology,
 )
 from topoplan.plans.survival import SurvivalPlans
+from topoplan.units import check_type
 
 if TYPE_CHECKING:
     import pandas

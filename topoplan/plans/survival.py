@@ -17,15 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
 
-from topoplan.errors import (
-    InfeasibleError,
-    PlanError,
-    TopologyError,
-    UsageError,
-    check_type,
-    check_whole,
-    names_given,
-)
+from topoplan.errors import InfeasibleError, PlanError, TopologyError, UsageError
 from topoplan.machine import variants
 from topoplan.machine.fabric import Fabric, usable_fabric
 from topoplan.machine.half_duplex import caps, whole_ends
@@ -44,7 +36,7 @@ from topoplan.plans.plan import (
 )
 from topoplan.plans.shards import ImageShards, Shard, moved_shard, owner_of, path_ends
 from topoplan.plans.verify import Verification, verify
-from topoplan.units import counted
+from topoplan.units import check_type, check_whole, counted, names_given
 
 
 def renamed_plan(plan: Plan, names: Mapping[str, str], topology: Topology) -> Plan:

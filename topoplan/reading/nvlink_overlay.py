@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from topoplan.errors import TopologyError, UsageError, check_type
+from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.host_topology import bus_id, bus_id_order
 from topoplan.machine.topology import Link, Topology, TopologyLike, as_topology, without_bare_switches
 from topoplan.reading.load import read_text
@@ -31,7 +31,7 @@ from topoplan.reading.nvlink_status import (
     match_gpus,
     parse_nvlink_status,
 )
-from topoplan.units import exact, listed, nearest_float
+from topoplan.units import check_type, exact, listed, nearest_float
 
 Pair = tuple[str, str]
 """Two ends of a bundle of NVLinks: GPUs first, by their numbers."""

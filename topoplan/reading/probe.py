@@ -27,7 +27,7 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
-from topoplan.errors import ProbeError, TopologyError, UsageError, check_type, kind_of
+from topoplan.errors import ProbeError, TopologyError, UsageError, kind_of
 from topoplan.machine.hardware import SOCKET, socket_bandwidth
 from topoplan.machine.host_topology import Host, HostCpu, HostGpu, HostNic, host_topology
 from topoplan.machine.routing import without_peer_access
@@ -50,7 +50,7 @@ from topoplan.reading.probe_nvlinks import (
     refused_access,
     refused_peers,
 )
-from topoplan.units import listed
+from topoplan.units import check_type, listed
 
 MOST_AGE = 24 * 3600.0
 """Seconds after which a cached probe expires."""

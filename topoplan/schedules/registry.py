@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, Unpack
 
-from topoplan.errors import InfeasibleError, PlanError, UsageError, check_type, names_given
+from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.machine.cables import MOST_MESH, cabled_nics
 from topoplan.machine.fabric import STAGED, Fabric
 from topoplan.machine.fabric_structure import FabricServers
@@ -66,6 +66,7 @@ from topoplan.schedules.parameter_server import parameter_server
 from topoplan.schedules.ring import ring_plan
 from topoplan.schedules.user_trees import USER_TREES, plan_from_rings
 from topoplan.solve.packing.composition import THREE_PHASE, plan_three_phase
+from topoplan.units import check_type, names_given
 
 GROUP = "topoplan.schedules"
 """Group of entry points; each loads a `Make` function or a `Schedule`."""

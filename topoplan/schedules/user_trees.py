@@ -23,7 +23,7 @@ from itertools import pairwise
 from math import lcm
 from numbers import Integral
 
-from topoplan.errors import InfeasibleError, UsageError, check_type
+from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import TopologyLike
 from topoplan.plans.build import Allocation, stage_order, timed, trivial_plan
@@ -36,6 +36,7 @@ from topoplan.schedules.ring_forest import LogicalRing, ring_shards, shortest_ro
 from topoplan.schedules.routes import LeastLoaded, edge_along
 from topoplan.solve.cuts_and_partitions import bounded_plan, whole_capacities
 from topoplan.solve.simplex.exact_simplex import PackingSimplex
+from topoplan.units import check_type
 
 USER_TREES = "own trees"
 """Schedule and method of such plans."""

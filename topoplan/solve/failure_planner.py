@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from topoplan.errors import InfeasibleError, UsageError, check_type
+from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine import variants
 from topoplan.machine.fabric import CHANNEL_SPLITS, STAGED, Fabric, usable_fabric
 from topoplan.machine.fabric_structure import LabelledGraph, colours_with_fixed, machine_labelled_graph
@@ -36,6 +36,7 @@ from topoplan.plans.survival import (
 )
 from topoplan.solve.planner import plan as make_plan
 from topoplan.solve.symmetry.automorphisms import stabiliser_chain
+from topoplan.units import check_type
 
 MATCHING_WORK = 4_000_000
 """Work limit of the search for automorphisms: links of the machine times refinements, a few seconds."""

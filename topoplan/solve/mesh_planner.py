@@ -18,7 +18,7 @@ from fractions import Fraction
 from functools import cached_property
 from math import lcm, prod
 
-from topoplan.errors import InfeasibleError, UsageError, check_type, is_real, is_whole, names_given
+from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import CHANNEL_CHOICES, Fabric
 from topoplan.machine.topology import TopologyLike
 from topoplan.plans.build import Allocation
@@ -37,7 +37,7 @@ from topoplan.solve.packing.column_generation import ColumnGeneration, ProgressC
 from topoplan.solve.packing.exact import at_lowest_height
 from topoplan.solve.packing.packing_program import Packing, Pricing, TreeColumn
 from topoplan.solve.planner import one_hop_forest
-from topoplan.units import nearest_float
+from topoplan.units import check_type, is_real, is_whole, names_given, nearest_float
 
 # Length of an empty link, and the extra length of a full one: less than one link in sum on any route of 256.
 LENGTH_SCALE = 1 << 16

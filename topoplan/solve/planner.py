@@ -23,7 +23,7 @@ from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING
 
-from topoplan.errors import UsageError, is_real, is_whole, kind_of
+from topoplan.errors import UsageError, kind_of
 from topoplan.machine.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, UNIONS, Fabric
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.machine.topology import Link, TopologyLike
@@ -37,7 +37,7 @@ from topoplan.plans.shards import Shard
 from topoplan.solve.cuts_and_partitions import best_bound, bounded_plan, equivalent_ranks, quick_bound
 from topoplan.solve.packing.packing_program import Packing, TreeColumn
 from topoplan.solve.search_control import Deadline
-from topoplan.units import parse_size
+from topoplan.units import is_real, is_whole, parse_size
 
 if TYPE_CHECKING:
     from topoplan.plans.certificates.exchange import DemandMatrix

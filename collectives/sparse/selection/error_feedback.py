@@ -38,7 +38,8 @@ from collectives.sparse.selection.topk import (
     select,
     threshold_of_sample,
 )
-from topoplan.errors import UsageError, check_type, check_whole, shortened
+from topoplan.errors import UsageError
+from topoplan.units import check_type, check_whole, shortened
 
 Array = NDArray[Any]
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from collectives.sparse.selection.topk import check_arguments, index_type
 from collectives.tables.compiled import compiled
-from topoplan.errors import UsageError, check_whole
+from topoplan.errors import UsageError
+from topoplan.units import check_whole
 
 LANES = 64  # elements of a block
 

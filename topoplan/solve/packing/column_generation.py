@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from topoplan.errors import check_function
 from topoplan.solve.packing.packing_program import Packing, Pricing, TreeColumn, has_exact_tables, length_of
 from topoplan.solve.search_control import Deadline, RandomStream
 from topoplan.solve.simplex.exact_simplex import PackingSimplex
+from topoplan.units import check_function
 
 if TYPE_CHECKING:
     from topoplan.solve.simplex.guided_simplex import GuidedSimplex

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from topoplan.errors import InfeasibleError, UsageError, check_function, check_type, is_whole
+from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.fabric import Arc
 from topoplan.plans.build import stage_order
@@ -37,6 +37,7 @@ from topoplan.solve.packing.packing_program import rounded_lengths
 from topoplan.solve.packing.torus_all_to_all import TorusExchange
 from topoplan.solve.packing.torus_broadcast import plan_rooted_torus
 from topoplan.solve.packing.torus_packing import TorusPacking, check_torus
+from topoplan.units import check_function, check_type, is_whole
 
 MANY_TREES = Fraction(9, 8)
 """Trees for each GPU above which a plan with fewer is looked for: every rank has one or more rows in each tree."""
