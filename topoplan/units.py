@@ -1,4 +1,4 @@
-"""Units, and the one place where they are converted.
+"""Types of arguments, units, and the one place where they are converted.
 
 Inside topoplan bytes and seconds are bare numbers and bandwidth is GB/s (1e9 bytes per second).
 Gigabits per second appear only at the edges (``--nic-bandwidth``), ``400Gb/s`` and sizes such as ``64MB`` only in text.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
+from numbers import Integral, Real
 from operator import index
+from typing import Any, TypeGuard
 
 from topoplan.errors import UsageError
 
@@ -22,6 +24,87 @@ TOLERANCE = 1e-9
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT]?)(i?)B?)?", re.IGNORECASE)
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def is_real(value: object) -> TypeGuard[float]:
+    """Return whether a value is a number of Python or numpy that can be compared, and not a bool.
+
+    >>> [is_real(value) for value in (2, 0.5, float("nan"), True, "2", None)]
+    [True, True, True, False, False, False]
+    """
+    return isinstance(value, (float, int, Real)) and not isinstance(value, bool)
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Return whether a value is an integer of Python or numpy, and not a bool."""
+    return isinstance(value, (int, Integral)) and not isinstance(value, bool)
+
+
+def shortened(value: object) -> str:
+    """Return an argument as a message shows it: a short value as it is written, else its type.
+
+    >>> shortened("gpu0-gpu3=5"), shortened([2, 4]), shortened(list(range(100)))
+    ("'gpu0-gpu3=5'", '[2, 4]', 'list')
+    """
+    plain = value is None or isinstance(value, (str, bytes, Real, list, tuple, dict))
+    text = repr(value) if plain else ""
+    return text if 0 < len(text) <= 60 and text.isprintable() else type(value).__name__
+
+
+def check_type(name: str, value: object, *types: type, remedy: str) -> None:
+    """Raise UsageError unless an argument is of one of these types."""
+    if not isinstance(value, types):
+        kinds = " or ".join("None" if kind is type(None) else kind.__name__ for kind in types)
+        raise UsageError(f"{name} must be of type {kinds}, got {shortened(value)}; {remedy}")
+
+
+def check_whole(name: str, value: object, *, least: int = 0, most: int | None = None) -> None:
+    """Raise UsageError unless an argument is a whole number in a range."""
+    if not is_whole(value) or value < least or (most is not None and value > most):
+        limits = f"{least} or more" if most is None else f"from {least} to {most}"
+        whole = "" if is_whole(value) else "a whole number "
+        raise UsageError(f"{name} must be {whole}{limits}, got {shortened(value)}")
+
+
+def check_function(name: str, value: object) -> None:
+    """Raise UsageError unless an argument can be called."""
+    if not callable(value):
+        raise UsageError(f"{name} must be a function, got {shortened(value)}; give one, or leave it out")
+
+
+def names_given(name: str, value: object, *, example: str) -> tuple[str, ...]:
+    """Return the texts of an argument, each once and in order; UsageError unless it is a sequence of texts.
+
+    >>> names_given("links", ["gpu0-gpu3", "gpu0-gpu3"], example="gpu0-gpu3")
+    ('gpu0-gpu3',)
+    """
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        given = tuple(value)
+        if all(isinstance(one, str) for one in given):
+            return tuple(dict.fromkeys(given))
+        value = list(given)
+    raise UsageError(f"{name} must be a sequence of names, got {shortened(value)}; write [{example!r}]")
+
+
+def numbers_given(name: str, value: object) -> tuple[int, ...]:
+    """Return the whole numbers of an argument, each once and in order; UsageError unless it is a sequence of them."""
+    given = tuple(value) if isinstance(value, Iterable) else (None,)
+    if not all(map(is_whole, given)):
+        raise UsageError(f"{name} must be a sequence of whole numbers, got {shortened(value)}; write [0, 1]")
+    return tuple(dict.fromkeys(given))
+
+
+def speeds_given(value: object) -> Mapping[str, float]:
+    """Return speeds by link; UsageError unless they are a mapping from names to numbers."""
+    given: Mapping[Any, Any] = value if isinstance(value, Mapping) else {None: value}
+    for name, speed in given.items():
+        if not isinstance(name, str):
+            raise UsageError(f"speeds must be GB/s by link, got {shortened(value)}; write {{'gpu0-gpu3': 5}}")
+        if not is_real(speed):
+            raise UsageError(
+                f"{name}: {shortened(speed)} is not a bandwidth in GB/s above zero; give a number"
+            )
+    return given
 
 
 def exact(bandwidth: float) -> Fraction:
@@ -79,11 +162,14 @@ def entry_share(density: float, *, entry_bits: float = 64, element_bits: int = 3
     >>> entry_share(0.01)
     Fraction(1, 50)
     """
-    if not 0 < density <= 1:
-        raise UsageError(f"a density of {density} is not above 0 and at most 1; give for example 0.01")
-    if not (entry_bits > 0 and element_bits > 0):
+    if not is_real(density) or not 0 < density <= 1:
+        raise UsageError(f"a density of {density!r} is not above 0 and at most 1; give for example 0.01")
+    if not (
+        is_real(entry_bits) and 0 < entry_bits < math.inf and is_whole(element_bits) and element_bits > 0
+    ):
         raise UsageError(
-            f"entries of {entry_bits} bits and elements of {element_bits} need more than 0 bits each"
+            f"entries of {entry_bits!r} bits and elements of {element_bits!r} need more than 0 bits each; give "
+            "numbers, and a whole one for element_bits"
         )
     return exact(density) * exact(entry_bits) / element_bits
 

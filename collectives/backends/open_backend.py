@@ -15,6 +15,7 @@ from collectives.peers.membership_protocol import MembershipProtocol
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Device
 from topoplan.plans.plan import Plans
+from topoplan.units import is_real, shortened
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,13 @@ class BackendSettings:
     exact: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.timeout <= LONGEST_TIMEOUT:
-            raise UsageError(f"timeout must be above 0 and at most {LONGEST_TIMEOUT} s, got {self.timeout}")
-        if self.pace is not None and not 0 < self.pace < inf:
+        if not is_real(self.timeout) or not 0 < self.timeout <= LONGEST_TIMEOUT:
             raise UsageError(
-                f"pace must be above 0 and finite, got {self.pace}; give 1 for the planned rates"
+                f"timeout must be above 0 and at most {LONGEST_TIMEOUT} s, got {shortened(self.timeout)}"
+            )
+        if self.pace is not None and (not is_real(self.pace) or not 0 < self.pace < inf):
+            raise UsageError(
+                f"pace must be above 0 and finite, got {shortened(self.pace)}; give 1 for the planned rates"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ from collectives.recovery.survivors import (
 from collectives.tables.numpy_arrays import dtype_name
 from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError, deprecated
 from topoplan.plans.plan import ROOTED, Plan, Plans, check_collective
-from topoplan.units import parse_size
+from topoplan.units import check_type, parse_size
 
 if TYPE_CHECKING:
     from topoplan.plans.mesh_plans import MeshPlans
@@ -200,11 +201,13 @@ class Communicator(DenseCollectives, SparseCollectives):
             raise UsageError(f"on_slow is {on_slow!r}; use ignore, report or replan")
         if on_failure not in ("raise", "shrink"):
             raise UsageError(f"on_failure is {on_failure!r}; use raise or shrink")
+        check_type("backend", backend, str, Backend, remedy="give the name of a back end, such as tcp")
         settings = BackendSettings(timeout, pace, engine, exact)
         if settings != BackendSettings(timeout) and not isinstance(backend, str):
             raise UsageError(
                 f"the {backend.name} back end is already open; pass engine, exact and pace to it, or pass its name here"
             )
+        check_type("chunk_file", chunk_file, str, PathLike, type(None), remedy="name a file")
         opened = None if isinstance(backend, str) else backend
         if plan is None:  # otherwise the ranks would plan for where they run
             raise not_a_plan(plan)
@@ -333,7 +336,9 @@ class Communicator(DenseCollectives, SparseCollectives):
         """
         backend = self._open().backend
         sides = tuple(shape) if isinstance(shape, Sequence) else (shape,)
-        if not all(isinstance(side, int | np.integer) and side >= 0 for side in sides):
+        if any(
+            isinstance(side, bool) or not isinstance(side, int | np.integer) or side < 0 for side in sides
+        ):
             raise UsageError(f"shape must be whole numbers of at least 0, got {sides}")
         if hasattr(dtype, "dtype") and not isinstance(dtype, type):
             like = self.arrays.check(dtype, rank=self.ranks[0], what="array")
@@ -356,6 +361,9 @@ class Communicator(DenseCollectives, SparseCollectives):
         BackendError
             Another rank failed, or does not call it.
         """
+        from topoplan.plans.mesh_plans import MeshPlans
+
+        check_type("mesh", mesh, MeshPlans, remedy="make one by topoplan.plan_mesh")
         backend = self._open().backend
         wanted = [group for group in mesh.groups if group.axis == axis]
         if len(mesh.ranks) != self.size or not wanted:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 from collectives.recovery.membership import CollectiveOutcome, CommunicatorMembers
 from collectives.tables.numpy_arrays import ArrayLibrary, Completion, NumpyArrays
 from topoplan.errors import RefusedError, UsageError
+from topoplan.units import check_function, is_real, shortened
 
 if TYPE_CHECKING:
     from collectives.backends.execution import PreparedRequest
@@ -88,6 +89,7 @@ class Handle(Generic[Result]):
 
     def when_done(self, then: Callable[[], object]) -> None:
         """Call a function when it has ended, with or without an error: in the thread that ran it, or at once."""
+        check_function("then", then)
 
         def ended() -> None:
             with suppress(Exception):
@@ -98,6 +100,7 @@ class Handle(Generic[Result]):
 
     def when_queued(self, then: Callable[[], object]) -> None:
         """Call a function as `when_done`, on a GPU already when it is queued there."""
+        check_function("then", then)
         self._future.add_done_callback(lambda _: then())
 
     def queued(self) -> Result:
@@ -109,6 +112,7 @@ class Handle(Generic[Result]):
 
         An error of `make` on this rank alone ends the job: the other ranks have their results, and are notified.
         """
+        check_function("make", make)
         future: Future[Other] = Future()
 
         def follow() -> None:
@@ -129,6 +133,8 @@ class Handle(Generic[Result]):
 
         `timeout` is in seconds, unlimited by default, since a back end ends by itself when a peer fails.
         """
+        if timeout is not None and not is_real(timeout):
+            raise UsageError(f"timeout must be seconds or None, got {shortened(timeout)}")
         until = None if timeout is None else time.monotonic() + timeout
         try:
             result = self._future.result(timeout)

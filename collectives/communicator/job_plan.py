@@ -23,6 +23,7 @@ from topoplan.plans.plan import Plans
 from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.size_plans import parse_job_plan, read_plan_file
 from topoplan.reading.load import library
+from topoplan.units import check_type
 
 PlanLike = Plans | PlanByKind | Topology | str | os.PathLike[str]
 """A plan, also by kind, the path of its file, or the machine whose GPUs are the ranks, also by its name in the library.
@@ -110,6 +111,7 @@ def open_backend_for_plan(
     run. Raises `UsageError` without a plan if the ranks of this back end cannot agree on one, or as `resolve_plan` and
     `agree_on_job_plan`; `BackendError` if the ranks do not find each other.
     """
+    check_type("backend", backend, str, Backend, remedy="give the name of a back end, such as tcp")
     if isinstance(backend, str):
         check_backend(backend, settings)
         record = BACKENDS[backend]

@@ -45,6 +45,7 @@ from collectives.peers.membership_state import (
 )
 from collectives.peers.peer_watchdog import LOOK, process_state
 from topoplan.errors import BackendError, UsageError
+from topoplan.units import shortened
 
 INVITATION = "topoplan.invitation/1"
 
@@ -179,7 +180,7 @@ class MembershipProtocol:
             kind, addresses = "", {}
         if kind != INVITATION or not addresses:
             raise UsageError(
-                f"join_token must be the text of Communicator.join_token, got {invitation[:60]!r}"
+                f"join_token must be the text of Communicator.join_token, got {shortened(invitation)}"
             )
         until, asking = time.monotonic() + wait, _Applicant(job_key())
         made: MembershipProtocol | None = None

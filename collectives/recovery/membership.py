@@ -51,6 +51,7 @@ from collectives.sparse.sparse_collective import SparseCollective
 from collectives.tables.lowering import lower
 from topoplan.errors import BackendError, InfeasibleError, PlanError, RefusedError, UsageError
 from topoplan.plans.plan import Plans
+from topoplan.units import numbers_given
 
 Result = TypeVar("Result")
 
@@ -412,7 +413,7 @@ class CommunicatorMembers:
     def grow_here(self, seats: Collection[int] | None) -> tuple[int, ...]:
         """Restore original ranks, by default all missing ones, if this process holds all ranks."""
         empty = self.membership.change.without
-        wanted = empty if seats is None else tuple(seats)
+        wanted = empty if seats is None else numbers_given("original ranks", seats)
         present = [seat for seat in wanted if seat not in empty]
         if present:
             raise UsageError(

@@ -36,6 +36,7 @@ from topoplan.plans.size_plans import SizePlans, parse_job_plan
 from topoplan.plans.survival import SurvivalPlans
 from topoplan.solve.failure_planner import replan
 from topoplan.solve.planner import plan
+from topoplan.units import names_given, speeds_given
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,8 @@ class PlanChange:
         """Return a change in canonical order."""
         return PlanChange(
             tuple(sorted(set(without))),
-            tuple(sorted(set(without_links))),
-            tuple(sorted((slow_links or {}).items())),
+            tuple(sorted(names_given("links", without_links, example="gpu0-gpu3"))),
+            tuple(sorted(speeds_given(slow_links or {}).items())),
         )
 
     @property

@@ -39,7 +39,9 @@ from collectives.sparse.quantization import (
     to_fixed_point,
     widen,
 )
+from collectives.tables.numpy_arrays import dtype_name
 from topoplan.errors import UsageError
+from topoplan.units import check_type, check_whole
 
 DIGEST_BYTES = 16  # two of a billion sets share a digest with a probability of 1e-21
 
@@ -397,10 +399,8 @@ class WireFormat:
         for field, known in (("values", VALUE_FORMATS), ("indices", get_args(IndexFormat))):
             if getattr(self, field) not in known:
                 raise UsageError(f"{field} must be one of {', '.join(known)}, got {getattr(self, field)!r}")
-        if not 0 <= self.seed < 1 << 64 or not 0 < self.block < 1 << 32:
-            raise UsageError(
-                f"seed {self.seed} and block {self.block}; choose 0 to 2^64 - 1 and 1 to 2^32 - 1"
-            )
+        check_whole("seed", self.seed, most=(1 << 64) - 1)
+        check_whole("block", self.block, least=1, most=(1 << 32) - 1)
 
     @property
     def lossless(self) -> bool:
@@ -409,18 +409,23 @@ class WireFormat:
 
     def lossless_for(self, dtype: Any) -> bool:
         """Return whether values of this dtype are decoded unchanged: float16 also from "float16" and "float32"."""
-        return keeps(self.values, np.dtype(dtype))
+        return keeps(self.values, np.dtype(dtype_name(dtype)))
 
     def encoded_bytes_at_most(self, count: int, universe: int, dtype: Any, *, index_dtype: Any = None) -> int:
         """Return the most bytes of a message with `count` entries; exact without packed indices and cached keys.
 
         `dtype` is that of the values. Without `index_dtype`, indices are int32 up to 2^31 elements and int64 beyond.
         """
-        check_given(self.values, np.dtype(dtype))
-        width = np.dtype(index_dtype).itemsize if index_dtype else 4 if universe <= 1 << 31 else 8
+        check_whole("count", count)
+        check_whole("universe", universe)
+        dtype = np.dtype(dtype_name(dtype))
+        check_given(self.values, dtype)
+        if index_dtype is None:
+            index_dtype = np.int32 if universe <= 1 << 31 else np.int64
+        width = np.dtype(dtype_name(index_dtype)).itemsize
         packed = self.indices == "packed"
         index_bytes = packed_bytes_at_most(count, universe) if packed else count * width
-        return framed_bytes(index_bytes, section_bytes(self.values, np.dtype(dtype), count, self.block))
+        return framed_bytes(index_bytes, section_bytes(self.values, dtype, count, self.block))
 
     def encode(
         self,
@@ -518,6 +523,7 @@ class WireFormat:
             change.
         """
         self._check_keys(keys)
+        check_type("message", message, np.ndarray, bytearray, memoryview, remedy="give what encode returned")
         message = np.ascontiguousarray(message, dtype=np.uint8).reshape(-1)
         header, index_section, value_section = unframe(message)
         self._check_header(header, universe)

@@ -44,6 +44,7 @@ from collectives.tables.numpy_arrays import LIMITS, ArrayLibrary
 from topoplan.errors import UsageError
 from topoplan.plans.plan import ALL_TO_ALL
 from topoplan.plans.shards import shard_bounds
+from topoplan.units import check_type
 
 LINES = ("residual", "velocity")  # arrays of a residual's state
 
@@ -227,6 +228,10 @@ class SparseCollective:
 
         Raises `UsageError`, without a change, for another number of ranks.
         """
+        check_type("state", state, Mapping, remedy="give what sparse_state returned")
+        for listed in state.values():
+            for one in listed if isinstance(listed, list) else [listed]:
+                check_type("state of a rank", one, Mapping, remedy="give what sparse_state returned")
         arrays = self._arrays_of(self._execution.backend.arrays.of(np.empty(0)))
         found = {
             key: [

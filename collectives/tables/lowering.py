@@ -26,6 +26,7 @@ from topoplan.errors import PlanError, UsageError
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.plan import LATE, Plan
 from topoplan.plans.shards import ALIGNMENT, Edge, Shard, Stage, path_ends, shard_bounds
+from topoplan.units import check_type, check_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,24 +240,24 @@ def lower(plan: Plan, count: int, *, chunk_elements: int, digest: str | None = N
     >>> list(zip(table.start.tolist(), table.stop.tolist())), len(set(table.queue.tolist()))
     ([(0, 48), (48, 96), (96, 100)], 1)
     """
+    check_type("plan", plan, Plan, remedy="of plans by size or failure lower one at a time")
     if isinstance(plan.certificate, Demand):
         raise UsageError(
             "the plan is for a demand, and arrays are exchanged in equal blocks; plan without demand, or call "
             "all_to_all_v, which makes its own plans"
         )
     check_lengths(count, chunk_elements, ranks=len(plan.ranks), blocks=plan.blocks)
+    check_type("digest", digest, str, type(None), remedy="leave it out, or give plan.digest")
     key = PlanKey(plan.digest if digest is None else digest, plan)
     return _lowered(key, count, chunk_elements)
 
 
 def check_lengths(count: int, chunk_elements: int, *, ranks: int, blocks: int) -> None:
     """Raise UsageError if a buffer of ``count`` elements cannot be divided into blocks and chunks."""
-    if count < 0:
-        raise UsageError(f"count must be 0 or more elements, got {count}")
+    check_whole("count", count)
     if count >= 1 << 63:
         raise UsageError(f"count must be below 2**63 elements, got {count}")
-    if chunk_elements < 1:
-        raise UsageError(f"chunk_elements must be 1 or more, got {chunk_elements}")
+    check_whole("chunk_elements", chunk_elements, least=1, most=(1 << 63) - 1)
     if count % blocks:
         raise UsageError(
             f"{count} elements cannot be divided among {ranks} ranks; "

@@ -289,7 +289,7 @@ def dtype_name(dtype: object) -> str:
         return BFLOAT16
     try:
         found = np.dtype(name)
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):  # numpy parses texts such as "(2,)f4"
         found = np.dtype(object)
     if found.kind not in DTYPE_KINDS:
         raise UsageError(f"dtype {dtype!r} cannot be moved; use one like float32, int64 or bfloat16")

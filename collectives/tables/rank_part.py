@@ -41,6 +41,7 @@ from topoplan.plans.plan_by_kind import PlanByKind
 from topoplan.plans.shards import ALIGNMENT
 from topoplan.plans.torus_templates import TorusPaths, TorusTemplate
 from topoplan.plans.torus_trees import TorusTree
+from topoplan.units import check_type, check_whole
 
 AnyPart = TemplatePart | TorusTemplatePart | TorusTreePart
 """The rows of a rank in the images of a template, by its kind."""
@@ -77,6 +78,9 @@ class RankPart:
 
     def __len__(self) -> int:
         return len(self.shard)
+
+    def __repr__(self) -> str:
+        return f"<RankPart of rank {self.rank}, {self.ranks} ranks, {len(self)} rows>"
 
     def bounds(self, count: int) -> Numbers:
         """Return the bounds of all shards in a buffer of ``count`` elements: (S + 1,) int64, as `shard_bounds`."""
@@ -191,8 +195,8 @@ def rank_part(plan: PlanByKind, rank: int) -> RankPart:
     >>> len(part), part.bounds(400)[-1].item()
     (798, 400)
     """
-    if not 0 <= rank < plan.size:
-        raise UsageError(f"rank must be from 0 to {plan.size - 1}, got {rank}")
+    check_type("plan", plan, PlanByKind, remedy="make one by topoplan.plan_by_kind")
+    check_whole("rank", rank, most=plan.size - 1)
     if plan.num_trees > MOST_TREES:
         raise UsageError(
             f"a rank of {plan.num_trees:,} trees has as many rows or more; at most {MOST_TREES:,} trees fit; choose "

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from collectives.tables.transfer_table import TransferTable
 from topoplan.errors import PlanError
 from topoplan.plans.plan import ALL_TO_ALL, Plan
+from topoplan.units import check_type
 
 
 def check_table(table: TransferTable, plan: Plan) -> None:
@@ -27,6 +28,8 @@ def check_table(table: TransferTable, plan: Plan) -> None:
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allgather")
     >>> check_table(lower(plan, 8 * 80, chunk_elements=32), plan)
     """
+    check_type("table", table, TransferTable, remedy="make one by collectives.lower")
+    check_type("plan", plan, Plan, remedy="give the plan that the table was lowered from")
     _check_rows(table)
     _check_races(table)
     _check_result(table, plan)

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
+from topoplan.units import check_whole
 
 PER_ROW = (
     "source",
@@ -238,6 +239,9 @@ class TransferTable:
     def __len__(self) -> int:
         return len(self.source)
 
+    def __repr__(self) -> str:
+        return f"<TransferTable of {self.ranks} ranks, {self.count} elements, {len(self)} rows>"
+
     @property
     def helped(self) -> bool:
         """Whether any row leads to a helper rank."""
@@ -245,6 +249,7 @@ class TransferTable:
 
     def before(self, row: int) -> NDArray[np.int64]:
         """Return the rows that must have run before this one."""
+        check_whole("row", row, most=len(self) - 1)
         return self.prerequisites[self.offsets[row] : self.offsets[row + 1]]
 
     def kept(self) -> list[tuple[int, int, int]]:

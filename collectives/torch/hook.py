@@ -75,6 +75,7 @@ from collectives.training.modes import BSP, Gossip, LocalSGD, Mode, OuterMode, m
 from collectives.training.outer_optimizers import check_rounds_in_flight
 from collectives.training.report import Recorder, log_compilation, log_start, register_recorder
 from topoplan.errors import BackendError, UsageError
+from topoplan.units import check_type
 
 FORMAT = "topoplan.hook/2"
 """Format of a checkpoint state: residuals are in units of a loss scale of 1; earlier states name no format."""
@@ -376,6 +377,7 @@ class HookState:
             `Shrink` or ``parameters`` is missing; the group survives failures too (`collectives.torch.grow`); or this
             rank has joined with another model or settings.
         """
+        check_type("model", model, DistributedDataParallel, remedy="give the wrapped model")
         self._connect()
         buckets, module = self.buckets, model.module
         if not isinstance(buckets, RecoveringExchange):

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from topoplan.errors import UsageError
+from topoplan.units import check_type
 
 Array = NDArray[Any]
 
@@ -171,7 +172,9 @@ def sharded_units(model: nn.Module) -> list[ShardedUnit]:
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.nn import Module
 
+    check_type("model", model, Module, remedy="give the model that fully_shard returned")
     modules = [(name, one) for name, one in model.named_modules() if isinstance(one, FSDPModule)]
     for _, module in modules:
         module.reshard()  # after a forward pass without a backward pass parameters may be whole

@@ -301,10 +301,12 @@ class Gossip:
 
     def averages_after(self, step: int) -> bool:
         """Return whether parameters are mixed after this step: always."""
-        return step >= 0
+        return True
 
     def neighbour(self, rank: int, step: int) -> int:
         """Return the rank whose parameters a rank pulls after a step; itself for none."""
+        check_count("rank", rank, least=0, most=self.size - 1)
+        check_count("step", step, least=0)
         drawn = np.random.default_rng([self.seed, rank, step]).random() * self._sums[rank, -1]
         return int(np.searchsorted(self._sums[rank], drawn, side="right"))
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from collectives.training.trust_ratios import (
     sharing_communicator,
 )
 from topoplan.errors import UsageError
+from topoplan.units import check_type, is_real, numbers_given, shortened
 
 Array = NDArray[Any]
 
@@ -62,6 +63,8 @@ def layers_of(weights: Sequence[Array], gradients: Sequence[Array]) -> Layout:
     ...
     topoplan.errors.UsageError: layer 0 has weights of shape (2, 3) and a gradient of (3, 2); give the same shape
     """
+    for name, given in (("weights", weights), ("gradients", gradients)):
+        check_type(name, given, Collection, remedy="give a list with an array for each layer")
     if len(weights) != len(gradients):
         raise UsageError(
             f"{len(weights)} layers have {len(gradients)} gradients; give one for each, zeros if need be"
@@ -160,13 +163,13 @@ class ArrayLayerOptimizer(ABC):
         excluded: Collection[int],
         communicator: Communicator | GradientAveraging | None,
     ) -> None:
-        listed = [weight_decay] if isinstance(weight_decay, int | float) else list(weight_decay)
+        listed = [*weight_decay] if isinstance(weight_decay, Iterable) else [weight_decay]
         for name, value in (("learning rate", learning_rate), *(("weight decay", one) for one in listed)):
-            if not 0 <= value < math.inf:
-                raise UsageError(f"{name} must be 0 or more, got {value}")
+            if not is_real(value) or not 0 <= value < math.inf:
+                raise UsageError(f"{name} must be 0 or more, got {shortened(value)}")
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
-        self.excluded = frozenset(excluded)
+        self.excluded = frozenset(numbers_given("excluded layers", excluded))
         self.communicator = sharing_communicator(communicator)
         self.steps = 0
         self._layers: Layout | None = None
@@ -224,6 +227,7 @@ class ArrayLayerOptimizer(ABC):
 
         The next step checks that it matches the layers. Raises `UsageError`, and changes nothing, for another value.
         """
+        check_type("state", state, Mapping, remedy="give what state_dict returned")
         try:
             steps, learning_rate = int(state["steps"]), float(state["learning_rate"])
             kept = [
@@ -351,10 +355,10 @@ class Lars(ArrayLayerOptimizer):
         communicator: Communicator | GradientAveraging | None = None,
     ) -> None:
         super().__init__(learning_rate, weight_decay, excluded=excluded, communicator=communicator)
-        if not 0 <= momentum < 1:
-            raise UsageError(f"momentum must be in [0, 1), got {momentum}; give for example 0.9")
-        if not coefficient > 0:
-            raise UsageError(f"coefficient must be above 0, got {coefficient}; give for example 0.001")
+        if not is_real(momentum) or not 0 <= momentum < 1:
+            raise UsageError(f"momentum must be in [0, 1), got {shortened(momentum)}; give for example 0.9")
+        if not is_real(coefficient) or not 0 < coefficient < math.inf:
+            raise UsageError(f"coefficient must be above 0, got {coefficient!r}; give for example 0.001")
         self.momentum = float(momentum)
         self.coefficient = float(coefficient)
 
@@ -403,12 +407,12 @@ class Lamb(ArrayLayerOptimizer):
         communicator: Communicator | GradientAveraging | None = None,
     ) -> None:
         super().__init__(learning_rate, weight_decay, excluded=excluded, communicator=communicator)
-        for beta in betas:
-            if not 0 <= beta < 1:
-                raise UsageError(f"betas must be in [0, 1), got {beta}; give for example 0.9 and 0.999")
-        if not epsilon > 0:
-            raise UsageError(f"epsilon must be above 0, got {epsilon}; give for example 1e-6")
-        self.betas = (float(betas[0]), float(betas[1]))
+        given = tuple(betas) if isinstance(betas, Iterable) else ()
+        if len(given) != 2 or not all(is_real(beta) and 0 <= beta < 1 for beta in given):
+            raise UsageError(f"betas must be in [0, 1), got {betas!r}; give for example (0.9, 0.999)")
+        if not is_real(epsilon) or not 0 < epsilon < math.inf:
+            raise UsageError(f"epsilon must be above 0, got {shortened(epsilon)}; give for example 1e-6")
+        self.betas = (float(given[0]), float(given[1]))
         self.epsilon = float(epsilon)
 
     def _settings(self) -> str:

@@ -28,7 +28,7 @@ from collectives.training.exchange_settings import ExchangeSettings
 from collectives.training.modes import LocalSGD, OuterMode, Straggler, mode_of
 from topoplan.errors import UsageError
 from topoplan.model.asynchronous_training import run_clocks
-from topoplan.units import format_seconds, format_size
+from topoplan.units import check_type, format_seconds, format_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -394,6 +394,7 @@ def report(recorder: Recorder | None = None) -> Report:
         chosen = known[0] if known else None
     if chosen is None:
         chosen = Recorder("this process", ranks=0)
+    check_type("recorder", chosen, Recorder, remedy="give that of a HookState or GradientSynchronizer")
     exchanges, steps = chosen.exchanges(), chosen.steps()
     by_key: dict[str, list[ExchangeRecord]] = {}
     for one in exchanges:

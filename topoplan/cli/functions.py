@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike, fspath
+from types import NoneType
 from typing import TYPE_CHECKING, SupportsIndex, cast, overload
 
 from topoplan.cli.arguments import OneLineParser, flag
@@ -22,7 +23,7 @@ from topoplan.machine.topology import TopologyLike, as_topology
 from topoplan.model.closed_form import Timeline
 from topoplan.model.closed_form import simulate as simulate_one
 from topoplan.plans.plan import Plans
-from topoplan.units import parse_size
+from topoplan.units import check_type, parse_size
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -254,6 +255,8 @@ def explain(
     >>> later["old_busbw"], later["new_busbw"], round(later["change"], 2)
     (67.11, 44.74, 0.5)
     """
+    check_type("log", log, str, PathLike, remedy="give a file or its text")
+    check_type("newer", newer, str, PathLike, NoneType, remedy="give a file or its text")
     logs = {"log": fspath(log), "newer": None if newer is None else fspath(newer)}
     for name, text in logs.items():
         if text is not None and text.strip() in ("", "-"):
@@ -411,6 +414,7 @@ def export(
     exported_from = {"topo": source if isinstance(source, Plans) else as_topology(source)}
     part = {"gpus": gpus, "server": server, "size": nbytes, "max_blocks": max_blocks}
     engine = {"chunks": chunks, "chunk": chunk_bytes, "protocol": protocol, "runtime": runtime}
+    check_type("to", to, str, remedy="give the name of a format, such as msccl-xml")
     options = _options("export", ["-", "--to", to], exported_from, **part, **engine)
     with _in_python():
         exported, notes = export_file(options)

@@ -30,6 +30,7 @@ from topoplan.model.schedule_selection import fastest_from
 from topoplan.plans.deferred_plan import DeferredPlan
 from topoplan.plans.plan import Plan, Plans, collective_name
 from topoplan.plans.shards import shard_counts
+from topoplan.units import shortened
 
 MAX_FILE_EDGES = 1_000_000
 """Largest number of tree edges of a plan whose edges a file has one by one: some minutes, and gigabytes of memory."""
@@ -290,10 +291,10 @@ FORMATS = {
 
 def check_format(name: str) -> str:
     """Return the name of a known format; the UsageError for an unknown one lists them."""
-    if name not in FORMATS:
-        near = difflib.get_close_matches(name, FORMATS, n=1)
+    if not isinstance(name, str) or name not in FORMATS:
+        near = difflib.get_close_matches(str(name), FORMATS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise UsageError(f"format {name[:40]!r} is unknown; {hint}known ones are {', '.join(FORMATS)}")
+        raise UsageError(f"format {shortened(name)} is unknown; {hint}known ones are {', '.join(FORMATS)}")
     return name
 
 

@@ -13,7 +13,7 @@ between the GPUs and the ports, and the links to it and from it have the cap.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from topoplan.machine.topology import (
 )
 from topoplan.machine.transport import Transport
 from topoplan.machine.variants import SIDES
-from topoplan.units import gigabytes_from_gigabits, listed
+from topoplan.units import check_type, gigabytes_from_gigabits, listed
 
 ADAPTER = "ports"
 """Name of the NIC that stands for all ports of a server whose traffic is capped."""
@@ -202,6 +202,9 @@ def plug_in(
     UsageError if a cable or port is unknown or named twice, a server has no cable, a cap is below one cable, or servers
     cannot reach each other.
     """
+    check_type("cables", cables, Collection, remedy="give a list of Cable")
+    for cable in cables:
+        check_type("a cable", cable, Cable, remedy="write Cable('s0:p0', 's1:p0', 200)")
     count = sum(server.count for server in servers)
     if count > len(cables) + 1:
         raise UsageError(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import NoneType
 from typing import cast
 
 from topoplan.errors import UsageError
@@ -24,7 +25,7 @@ from topoplan.machine.cluster_network import (
 from topoplan.machine.nic_wiring import NicPort, WiredServer, machine_nics, nic_machine, wire_server
 from topoplan.machine.topology import FASTEST, SLOWEST, Device, Link, Topology, check_memory, facts, is_number
 from topoplan.machine.transport import CABLED, Transport, transport_of
-from topoplan.units import counted
+from topoplan.units import check_type, counted
 
 MOST_HELPERS = 4096
 """Most machines without GPUs: more is taken for a typing error."""
@@ -138,6 +139,7 @@ def cluster(
     >>> round(topoplan.plan(sparks).rate, 3), topoplan.plan(sparks.remove_links(["s0-s1"])).rate
     (16.667, 12.5)
     """
+    check_type("name", name, str, remedy="give a text, or leave it out")
     listed = _as_servers(servers)
     name = name or _name(listed)
     plugged = None
@@ -300,6 +302,8 @@ def _network(
     sides: Sequence[int] | None,
     dimension_nics: Sequence[int] | None,
 ) -> ClusterNetwork | SwitchTree:
+    for name, one in (("sides", sides), ("dimension_nics", dimension_nics)):
+        check_type(name, one, Iterable, NoneType, remedy="give one number for each dimension, such as [4, 4]")
     shape = [None if one is None else tuple(one) for one in (sides, dimension_nics)]
     deeper = (leaf_size, pod_size, pod_oversubscription, group_size, global_gbps)
     if isinstance(network, str):
@@ -309,12 +313,13 @@ def _network(
             "rails, leaf_size, pod_size, pod_oversubscription, group_size, global_gbps, sides and dimension_nics do "
             "not go with a tree of named switches; leave them out"
         )
+    check_type("network", network, SwitchTree, remedy="or give a name, such as switch")
     return network if oversubscription is None else replace(network, oversubscription=oversubscription)
 
 
 def _as_servers(servers: Sequence[Server | Topology | str]) -> list[Server]:
     """Return the servers as a list, a machine without `Server` as one; UsageError for none or something else."""
-    if isinstance(servers, Server | Topology | str):
+    if isinstance(servers, Server | Topology | str) or not isinstance(servers, Iterable):
         raise UsageError(
             f"servers must be a sequence, got one {type(servers).__name__}; write [Server(machine)]"
         )
@@ -451,7 +456,8 @@ def cluster_by_kind(
     """
     deeper = (pod_size, pod_oversubscription, group_size, global_gbps, sides, dimension_nics)
     joined = _network(network, rails, oversubscription, leaf_size, *deeper)
-    assert isinstance(joined, ClusterNetwork), "the network of a cluster by kind has a name"
+    check_type("network", joined, ClusterNetwork, remedy="give the name of a network")
+    assert isinstance(joined, ClusterNetwork)
     listed = _as_servers(servers)
     made = _wire(
         listed,
@@ -533,6 +539,8 @@ def nvswitch_cluster(
     >>> topoplan.plan(nvswitch_cluster(2), "allgather", gpus=[0, 8]).rate
     50.0
     """
+    for field, count in (("servers", servers), ("gpus", gpus)):
+        check_type(field, count, int, remedy="give a whole number")
     check_count("servers", servers)
     check_count("gpus", gpus, most=MOST_GPUS)
     for field, value in (("nvlink", nvlink), ("nic", nic)):

@@ -36,6 +36,7 @@ from topoplan.machine.cluster_network import ClusterNetwork, check_torus_size, j
 from topoplan.machine.half_duplex import split
 from topoplan.machine.nic_wiring import NicPort, WiredServer
 from topoplan.machine.topology import Device, Link, Topology, check_memory
+from topoplan.units import check_type, check_whole, counted, is_whole, numbers_given, shortened
 
 MOST_LISTED = 256
 """GPUs of a cluster up to which ``topoplan plan`` lists every GPU and tree."""
@@ -145,6 +146,10 @@ class ClusterByKind:
         """Number of GPUs of a server of each kind."""
         return tuple(sum(device.kind == "gpu" for device in kind.devices) for kind in self.kinds)
 
+    def __repr__(self) -> str:
+        kinds = f"{counted(self.servers, 'server')} of {counted(len(self.kinds), 'kind')}"
+        return f"<ClusterByKind {self.name}, {kinds}, {counted(self.size, 'GPU')}>"
+
     @cached_property
     def size(self) -> int:
         """Number of GPUs."""
@@ -216,6 +221,8 @@ class ClusterByKind:
 
     def pod_number(self, pod_class: int, pod: int) -> int:
         """Return the number in the cluster of a pod of a class."""
+        check_whole("pod_class", pod_class, most=len(self._pod_classes) - 1)
+        check_whole("pod", pod, most=len(self._pod_classes[pod_class]) - 1)
         return self._pod_classes[pod_class][pod]
 
     @cached_property
@@ -243,13 +250,15 @@ class ClusterByKind:
         return found
 
     def first_rank(self, server: int) -> int:
-        """Return the first rank on a server."""
+        """Return the first rank on a server; the number of ranks for that after the last one."""
+        check_whole("server", server, most=self.servers)
         runs = self._first_ranks
         first, rank, gpus = runs[bisect_right(runs, server, key=lambda run: run[0]) - 1]
         return rank + (server - first) * gpus
 
     def server_of(self, rank: int) -> tuple[int, int]:
         """Return the server of a rank, and the GPU's number there."""
+        check_whole("rank", rank, most=self.size - 1)
         runs = self._first_ranks
         first, start, gpus = runs[bisect_right(runs, rank, key=lambda run: run[1]) - 1]
         return first + (rank - start) // gpus, (rank - start) % gpus
@@ -283,7 +292,10 @@ class ClusterByKind:
 
     def leaf_number(self, leaf_class: int, leaf: int) -> int:
         """Return the number in the cluster of a leaf of a class."""
-        return list(self._classes.values())[leaf_class][leaf]
+        check_whole("leaf_class", leaf_class, most=len(self._classes) - 1)
+        leaves = list(self._classes.values())[leaf_class]
+        check_whole("leaf", leaf, most=len(leaves) - 1)
+        return leaves[leaf]
 
     def leaf_name(self, leaf_class: int, leaf: int) -> str:
         """Return the switch of a leaf of a class, in a network that has leaves."""
@@ -310,6 +322,7 @@ class ClusterByKind:
 
     def apart(self, server: int) -> ClusterByKind:
         """Return the cluster with one server as a kind of its own, as the root of a broadcast is."""
+        own = self.kinds[self.kind_of(server)]
         kinds, runs, first = self.kinds, [], 0
         for kind, count in self.runs:
             if first <= server < first + count:
@@ -318,7 +331,6 @@ class ClusterByKind:
             else:
                 runs.append((kind, count))
             first += count
-        own = kinds[self.kind_of(server)]
         return replace(self, kinds=(*kinds, own), runs=tuple(runs))
 
     def with_gpus(self, taken: Mapping[int, tuple[int, ...]]) -> ClusterByKind:
@@ -327,6 +339,8 @@ class ClusterByKind:
         GPUs are numbered in their server, ascending. Servers that give the same GPUs of one kind are one kind;
         servers that give none have no GPU and no link.
         """
+        check_type("taken", taken, Mapping, remedy="give GPU numbers by server, such as {17: (0, 1)}")
+        taken = {server: numbers_given("GPUs", gpus) for server, gpus in taken.items()}
         number = {(kind, tuple(range(gpus))): kind for kind, gpus in enumerate(self.gpus_of_kind)}
         kinds, runs, server = [*self.kinds], list[tuple[int, int]](), 0
         for kind, count in self.runs:
@@ -351,11 +365,11 @@ class ClusterByKind:
     def kind_of(self, server: int) -> int:
         """Return the number of a server's kind."""
         first = 0
-        for kind, count in self.runs:
+        for kind, count in self.runs if is_whole(server) else ():
             if first <= server < first + count:
                 return kind
             first += count
-        raise UsageError(f"server {server} must be from 0 to {self.servers - 1}")
+        raise UsageError(f"server {shortened(server)} must be from 0 to {self.servers - 1}")
 
     def rotations(self) -> tuple[Callable[[str], str], ...] | None:
         """Return permutations of device names that generate all equivalences of servers of one cell.
@@ -405,6 +419,7 @@ class ClusterByKind:
         the first one have one leaf and server fewer, but two or more, since the first has room for all roles in one
         pod or leaf. Of a torus, whose servers are equal, it is server 0 and its neighbours.
         """
+        check_whole("most", most, least=1)
         if self.network.kind == "torus":
             near = self.network.torus.neighbours()
             topology = split(self.joined(near, [1] * len(near)))
@@ -492,6 +507,7 @@ class ClusterByKind:
 
     def leaf_runs(self, leaf: int) -> list[tuple[int, range]]:
         """Return the kind and the servers of every run of a leaf."""
+        check_whole("leaf", leaf, most=len(self.leaves) - 1)
         found, first = [], leaf * self.leaf_size
         for kind, count in self.leaves[leaf]:
             found.append((kind, range(first, first + count)))

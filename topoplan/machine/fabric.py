@@ -445,7 +445,7 @@ def usable_fabric(
     TopologyError for a helper without a link in or out.
     """
     _check_helpers(topology)
-    if channels not in CHANNEL_CHOICES:
+    if not isinstance(channels, str) or channels not in CHANNEL_CHOICES:
         raise UsageError(f"channels {channels!r} is unknown; use one of {', '.join(CHANNEL_CHOICES)}")
     if channels.startswith(ALL) and not _states_pcie(topology):
         raise UsageError(

@@ -21,7 +21,7 @@ from topoplan.machine.cluster_by_kind import ClusterByKind
 from topoplan.machine.nic_wiring import WiredServer
 from topoplan.machine.topology import Link, Topology, without_named
 from topoplan.machine.variants import slow_links, without_devices, without_links
-from topoplan.units import counted
+from topoplan.units import counted, names_given, numbers_given, speeds_given
 
 _SERVER = re.compile(r"(?:^|[->])s(\d{1,9})\.")
 _LEAF, _POD = (re.compile(rf"(?:^|[->])(?:{name})(\d{{1,9}})(?=$|-)") for name in ("leaf|group", "pod"))
@@ -93,7 +93,12 @@ def with_faults(
     gpus: Iterable[int],
 ) -> ClusterByKind:
     """Return the cluster after faults; see `ClusterByKind.with_faults`."""
-    cut, gone, lost = [*links], [*devices], sorted(set(gpus))
+    slower = speeds_given(slower)
+    cut, gone = (
+        names_given("links", links, example="gpu0-gpu3"),
+        names_given("devices", devices, example="nic0"),
+    )
+    lost = sorted(numbers_given("GPUs", gpus))
     part = named_servers(cluster, (*slower, *cut, *gone), lost)
     _refuse_gpus(cluster, part.topology, gone)
     left = without_devices(without_links(slow_links(part.topology, slower), cut), gone)

@@ -160,10 +160,10 @@ class NicPort:
 class WiredServer:
     """A server without the network: devices, links, number of NICs, ports of the serving ones, and notes."""
 
-    devices: tuple[Device, ...]
-    links: tuple[Link, ...]
+    devices: tuple[Device, ...] = field(repr=False)
+    links: tuple[Link, ...] = field(repr=False)
     nics: int
-    ports: tuple[NicPort, ...]
+    ports: tuple[NicPort, ...] = field(repr=False)
     notes: tuple[str, ...]
 
     def with_gpus(self, gpus: Sequence[int]) -> WiredServer:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard, cast
 
 import topoplan
 from topoplan.errors import TopologyError, UsageError
-from topoplan.units import counted, format_size
+from topoplan.units import counted, format_size, shortened
 
 if TYPE_CHECKING:
     import networkx
@@ -167,11 +167,12 @@ class Device:
             raise TopologyError(
                 f"device {self.name}: forwards is a key of NICs and CPUs, got kind {self.kind!r}; leave it out"
             )
-        if not isinstance(self.capable, tuple):
+        if isinstance(self.capable, Iterable):
             object.__setattr__(self, "capable", tuple(self.capable))
-        if not set(self.capable) <= set(IN_NETWORK):
+        stated = [*self.capable] if isinstance(self.capable, tuple) else self.capable
+        if not isinstance(stated, list) or not all(one in IN_NETWORK for one in stated):
             raise TopologyError(
-                f"device {self.name}: capable {format_value(list(self.capable))} must list some of "
+                f"device {self.name}: capable {format_value(stated)} must list some of "
                 f"{', '.join(IN_NETWORK)}"
             )
         if not isinstance(self.name, str) or not self.name or not self.name.isprintable():
@@ -180,10 +181,10 @@ class Device:
             raise TopologyError(
                 f"device {self.name}: kind {self.kind!r} is unknown; use one of {', '.join(DEVICE_KINDS)}"
             )
-        keys = [key for key, _ in self.facts]
-        if keys != sorted(set(keys)) or not all(
-            isinstance(part, str) for fact in self.facts for part in fact
-        ):
+        facts = self.facts if isinstance(self.facts, (tuple, list)) else (None,)
+        pairs = [fact for fact in facts if isinstance(fact, (tuple, list)) and len(fact) == 2]
+        keys = [pair[0] for pair in pairs if all(isinstance(part, str) for part in pair)]
+        if len(keys) < len(facts) or keys != sorted(set(keys)):
             raise TopologyError(
                 f"device {self.name}: facts {format_value(self.facts)} must be texts by key, each key once and in "
                 "ascending order"
@@ -191,7 +192,7 @@ class Device:
 
     def fact(self, key: str) -> str:
         """Return the fact of this key, empty if it is not known."""
-        return dict(self.facts).get(key, "")
+        return next((value for known, value in self.facts if known == key), "")
 
 
 def facts(**known: object) -> tuple[tuple[str, str], ...]:
@@ -401,6 +402,10 @@ class Topology:
     _by_name: dict[str, Device] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for name, kind in (("devices", Device), ("links", Link), ("notes", str), ("peer_access", tuple)):
+            each = getattr(self, name)
+            if not isinstance(each, (tuple, list)) or not all(isinstance(one, kind) for one in each):
+                raise TopologyError(f"{name} must be a tuple of {kind.__name__}, got {shortened(each)}")
         _check_peer_access(self.peer_access)
         names = {device.name: device for device in self.devices}
         if len(names) != len(self.devices):
@@ -457,8 +462,8 @@ class Topology:
 
     def device(self, name: str) -> Device:
         """Return the device of this name; TopologyError if it does not exist."""
-        if name not in self._by_name:
-            raise TopologyError(f"topology {self.name} has no device {name!r}")
+        if not isinstance(name, str) or name not in self._by_name:
+            raise TopologyError(f"topology {self.name} has no device {shortened(name)}")
         return self._by_name[name]
 
     def __repr__(self) -> str:

@@ -30,7 +30,7 @@ from topoplan.machine.topology import (
     Topology,
     format_value,
 )
-from topoplan.units import SURROGATES, listed
+from topoplan.units import SURROGATES, listed, shortened
 
 if TYPE_CHECKING:
     import networkx
@@ -230,6 +230,8 @@ def decode_json(text: str, what: str = "the topology") -> object:
     TopologyError if it is not JSON, repeats a key in an object, is nested too deep, or has an integer of thousands of
     digits. NaN and Infinity are read, and rejected by the field that holds them.
     """
+    if not isinstance(text, str):
+        raise TopologyError(f"{what} must be a JSON text, got {shortened(text)}; give the text of a file")
     try:
         value: object = json.loads(text, object_pairs_hook=_object)
     except RecursionError:

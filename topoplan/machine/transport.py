@@ -86,7 +86,7 @@ ConnectX-7 NICs of DGX Sparks were measured (b12x issue 295). Cables state the r
 
 def transport_of(name: str | None, memory_gbps: float | None) -> Transport | None:
     """Return the transport of a name, None for None; check it together with the memory that its copies may take."""
-    if name is not None and name not in TRANSPORTS:
+    if name is not None and (not isinstance(name, str) or name not in TRANSPORTS):
         raise UsageError(f"transport {str(name)[:40]!r} is unknown; use one of {', '.join(TRANSPORTS)}")
     if memory_gbps is not None:
         if name is None:

@@ -38,6 +38,7 @@ from topoplan.machine.topology import (
     is_number,
     without_named,
 )
+from topoplan.units import is_whole, names_given, speeds_given
 
 if TYPE_CHECKING:
     from topoplan.machine.cluster_by_kind import ClusterByKind
@@ -121,7 +122,7 @@ def without_links(topology: TopologyLike, wires: Iterable[str]) -> Topology:
     78.57...
     """
     topology = as_topology(topology)
-    named = list(dict.fromkeys(wires))
+    named = names_given("links", wires, example="gpu0-gpu3")
     out = {ends for wire in named for ends in find_links(topology, wire)}
     if not out:
         return topology
@@ -209,6 +210,7 @@ def slow_links(topology: TopologyLike, speeds: Mapping[str, float]) -> Topology:
     """
     topology = as_topology(topology)
     given: dict[Ends, tuple[str, float]] = {}
+    speeds = speeds_given(speeds)
     for wire, speed in speeds.items():
         if not is_number(speed) or not SLOWEST <= speed <= FASTEST:
             raise UsageError(
@@ -260,7 +262,7 @@ def without_devices(topology: TopologyLike, names: Iterable[str]) -> Topology:
     16
     """
     topology = as_topology(topology)
-    named = list(dict.fromkeys(names))
+    named = names_given("devices", names, example="nic0")
     out = {device for name in named for device in find_devices(topology, name)}
     for name in named:
         if name in topology.gpus:
@@ -301,7 +303,8 @@ def gpu_numbers_given(topology: Topology, gpus: Iterable[int]) -> tuple[int, ...
     """Return GPU numbers to take out, each once and in order; UsageError for anything else."""
     if not isinstance(gpus, Iterable):
         raise UsageError(f"GPUs must be a sequence of GPU numbers, got {gpus!r}; write [{gpus!r}]")
-    given = tuple(dict.fromkeys(gpus))
+    given = tuple(gpus)
+    given = tuple(dict.fromkeys(given)) if all(map(is_whole, given)) else given
     return tuple(sorted(topology.select(given))) if given else ()
 
 
@@ -504,7 +507,7 @@ def cluster_in_network(cluster: ClusterByKind, which: str) -> ClusterByKind:
 
 
 def _in_network_kinds(which: str) -> tuple[str, ...]:
-    if which not in IN_NETWORK_CHOICES:
+    if not isinstance(which, str) or which not in IN_NETWORK_CHOICES:
         raise UsageError(f"in-network {which!r} is unknown; use one of {', '.join(IN_NETWORK_CHOICES)}")
     return IN_NETWORK_CHOICES[which]
 

@@ -26,7 +26,7 @@ from topoplan.machine.topology import TopologyLike
 from topoplan.model.copy_routes import CopyRoutes
 from topoplan.model.dataflow import device_kinds, route_latency
 from topoplan.plans.build import Allocation
-from topoplan.units import parse_size
+from topoplan.units import check_type, is_real, parse_size
 
 ClockTimes = NDArray[np.float64]
 
@@ -165,6 +165,7 @@ def neighbour_probabilities(
     >>> neighbour_probabilities("dgx-1v", gpus=[0, 1, 2, 3, 5])[0].round(3).tolist()
     [0.0, 0.232, 0.232, 0.462, 0.074]
     """
+    check_type("rule", rule, str, remedy="use 'speed'")
     if rule != "speed":
         raise UsageError(
             f"rule {rule!r} is unknown; use 'speed'"
@@ -200,10 +201,10 @@ def pull_seconds(
     [[0.0, 7.17], [7.17, 0.0]]
     """
     size = parse_size(nbytes) if isinstance(nbytes, str) else nbytes
-    if not size > 0:
-        raise UsageError(f"nbytes must be 1 or more, got {nbytes}; give the bytes of the parameters")
-    if not 0 <= compute < math.inf:
-        raise UsageError(f"compute must be 0 seconds or more, got {compute}")
+    if not is_real(size) or not size > 0:
+        raise UsageError(f"nbytes must be 1 or more, got {nbytes!r}; give the bytes of the parameters")
+    if not is_real(compute) or not 0 <= compute < math.inf:
+        raise UsageError(f"compute must be 0 seconds or more, got {compute!r}")
     machine = Allocation.of(topology, gpus=gpus).topology
     ranks = machine.gpus
     if len(ranks) < 2:
@@ -260,8 +261,9 @@ def mixing_weights(probabilities: Floats, strength: float) -> Floats:
     chosen = _between(probabilities)
     both = (probabilities > 0).astype(np.float64) + (probabilities.T > 0)
     weights: Floats = np.zeros_like(probabilities)
-    weights[chosen] = strength * both[chosen] / (2 * probabilities[chosen])
-    if not (strength > 0 and weights.max() <= 1 + 1e-9):
+    scale = strength if is_real(strength) else math.nan  # nan is refused below
+    weights[chosen] = scale * both[chosen] / (2 * probabilities[chosen])
+    if not (scale > 0 and weights.max() <= 1 + 1e-9):
         raise UsageError(
             f"strength must be above 0 and must not move a rank past its neighbour, got {strength}; give at most "
             f"{2 * strongest(probabilities):.4g}"

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from numbers import Integral, Real
 
 import numpy as np
@@ -294,7 +294,7 @@ def check_late(late: Mapping[int, float], size: int) -> None:
     for rank, seconds in late.items():
         if isinstance(rank, bool) or not isinstance(rank, Integral) or not 0 <= rank < size:
             raise UsageError(
-                f"a late rank must be 0 to {size - 1}, got {rank}; ranks count the GPUs of the allocation from 0"
+                f"a late rank must be 0 to {size - 1}, got {rank!r}; ranks count the GPUs of the allocation from 0"
             )
         if not (isinstance(seconds, Real) and math.isfinite(seconds) and seconds >= 0):
             raise UsageError(
@@ -399,12 +399,12 @@ class Timeline:
     ranks: int
     nbytes: int
     seconds: float
-    chunks: tuple[int, ...]
+    chunks: tuple[int, ...] = field(repr=False)
     latency_seconds: float
     bandwidth_seconds: float
-    link_bytes: dict[LinkName, float]
-    link_seconds: dict[LinkName, float]
-    bottleneck: tuple[LinkName, ...]
+    link_bytes: dict[LinkName, float] = field(repr=False)
+    link_seconds: dict[LinkName, float] = field(repr=False)
+    bottleneck: tuple[LinkName, ...] = field(repr=False)
     channels: tuple[ChannelTime, ...]
 
     @property

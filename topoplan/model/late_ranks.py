@@ -159,7 +159,7 @@ def plan_late(
     asked = Allocation.of(topology, gpus=gpus)
     size = len(asked.gpus)
     _check(late, size, channels)
-    size_in_bytes = parse_size(nbytes) if isinstance(nbytes, str) else nbytes
+    size_in_bytes = parse_size(nbytes)
     if size_in_bytes <= 0:
         raise UsageError(f"nbytes must be above 0, got {size_in_bytes}; give the size of the buffer")
     make = partial(plan_together, asked.machine, channels=channels, progress=progress)
@@ -200,7 +200,7 @@ def _check(late: Mapping[int, float], size: int, channels: str) -> None:
     if not late:
         raise UsageError("late must name a rank, got none; give a rank and its seconds, or use topoplan.plan")
     check_late(late, size)
-    if channels in CHANNEL_SPLITS:
+    if str(channels) in CHANNEL_SPLITS:
         raise UsageError(f"late ranks need channels that share a buffer, got {channels}; use auto or nvlink")
 
 

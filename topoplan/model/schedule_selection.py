@@ -14,7 +14,7 @@ the optimal one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -38,7 +38,7 @@ from topoplan.schedules.registry import SCHEDULES
 from topoplan.schedules.ring import RING_KINDS, ring_plan
 from topoplan.schedules.routes import LeastLoaded
 from topoplan.solve.planner import GAP, METHODS, plan
-from topoplan.units import TOLERANCE, counted, format_size, listed, parse_size, parse_sizes
+from topoplan.units import TOLERANCE, check_type, counted, format_size, listed, parse_size, parse_sizes
 
 if TYPE_CHECKING:
     from topoplan.solve.packing.all_to_all import Matrix
@@ -167,10 +167,11 @@ def plan_by_size(
         )
     if isinstance(sizes, str):
         sizes = parse_sizes(sizes)
-    named = [parse_size(size) if isinstance(size, str) else size for size in sizes]
-    if not named or min(named) < 0:
+    check_type("sizes", sizes, Iterable, remedy="give numbers of bytes or texts, such as ['1KB', '1GB']")
+    named = [*map(parse_size, sizes)]
+    if not named:
         raise UsageError(
-            f"sizes must be numbers of 0 or more, got {tuple(sizes)}; give at least one, of zero bytes or more"
+            "sizes must be numbers of 0 or more, got none; give at least one, of zero bytes or more"
         )
     competing, notes = candidates(
         topology, collective, gpus=gpus, root=root, channels=channels, progress=progress

@@ -110,7 +110,8 @@ def check_known(value: Mapping[str, object], known: Collection[str], where: str)
 
 
 def check_format(value: dict[str, object], expected: str) -> None:
-    """Raise PlanError for an object of another format or version."""
+    """Raise PlanError for an object of another format or version, or for no object."""
+    value = read_object(value, "a plan file's object")
     if value.get("format") != expected:
         raise PlanError(
             f"format {value.get('format')!r} is not {expected!r}; make the plan again with topoplan plan"

@@ -43,7 +43,7 @@ from topoplan.plans.loads import link_loads
 from topoplan.plans.plan import Plan, embedded_topology, row_texts
 from topoplan.plans.size_plans import read_plan_file
 from topoplan.plans.verify import Verification, verify
-from topoplan.units import nearest_float
+from topoplan.units import counted, nearest_float
 
 Value = TypeVar("Value")
 
@@ -103,6 +103,11 @@ class MeshPlans:
     bound: float
     certificate: Lengths
     seconds: float | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        mesh = " x ".join(f"{name} {extent}" for name, extent in self.axes)
+        proved = f"{self.gap:.2%} below the upper bound" if self.gap else "optimal"
+        return f"<MeshPlans {mesh}, {counted(len(self.groups), 'group')}, {self.rate:.6g} GB/s ({proved})>"
 
     @property
     def gap(self) -> float:

@@ -42,6 +42,7 @@ from topoplan.plans.file_values import (
     parse_object,
     read_list,
     read_number,
+    read_object,
     read_text,
     read_texts,
     read_whole,
@@ -50,6 +51,7 @@ from topoplan.plans.loads import team_wide_rate
 from topoplan.plans.shards import ImageParts, ImageShards, Shard, Stage, shard_bounds, shard_counts
 from topoplan.units import (
     bus_factor,
+    check_type,
     counted,
     format_size,
     labelled,
@@ -228,6 +230,7 @@ class Tree:
     @staticmethod
     def of(shard: Shard, names: Sequence[str]) -> Tree:
         """Return the tree of a shard; ``names`` are the devices that its edges number."""
+        check_type("shard", shard, Shard, remedy="take one of plan.shards")
         moving = [stage for stage in shard.stages if stage.edges]
         last = [*takewhile(lambda stage: stage.op == moving[-1].op, reversed(moving))][::-1]
         # a reduce of several phases ends at its root, all else begins there
@@ -483,6 +486,7 @@ class Plan(Plans):
     @classmethod
     def from_object(cls, value: dict[str, object], topology: Topology | None = None) -> Self:
         """Read the object of a plan file, or of a plan in a file that states the machine elsewhere; as `from_json`."""
+        value = read_object(value, "a plan file's object")
         second = value.get("collective") == ALL_TO_ALL or value.get("format") == PLAN_FORMAT_2
         check_format(value, PLAN_FORMAT_2 if second else PLAN_FORMAT)
         check_known(value, PLAN_KEYS, "the plan")

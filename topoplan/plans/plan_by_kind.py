@@ -628,6 +628,11 @@ class PlanByKind:
     def __str__(self) -> str:
         return self.summary()
 
+    def __repr__(self) -> str:
+        proved = f"{self.gap:.2%} below the upper bound" if self.gap else "optimal"
+        what = f"{collective_name(self.collective)}, {counted(self.size, 'rank')}"
+        return f"<PlanByKind {what}, {self.rate:.6g} GB/s ({proved})>"
+
     def _tree_images(self, template: TorusTree) -> TorusTreeImages:
         if self.root is None:
             raise PlanError(f"{self.collective} must have a root, got None")

@@ -37,7 +37,7 @@ from topoplan.plans.file_values import (
     read_texts,
     read_whole,
 )
-from topoplan.units import name_ranges, shown
+from topoplan.units import check_whole, name_ranges, shown
 
 OPERATIONS = ("reduce", "broadcast", "gather")
 """Operations of a stage; data runs towards the root in a reduce, and away from it in the others."""
@@ -226,6 +226,7 @@ def shard_bounds(shares: Iterable[Fraction], count: int, *, blocks: int = 1) -> 
     >>> shard_bounds([Fraction(1, 4)] * 4, 100, blocks=2)
     [0, 16, 50, 66, 100]
     """
+    check_whole("count", count)
     bounds = [0]
     total = Fraction(0)
     for share in shares:

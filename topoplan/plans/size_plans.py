@@ -40,6 +40,7 @@ from topoplan.plans.plan import (
     without_topology,
 )
 from topoplan.plans.survival import SurvivalPlans
+from topoplan.units import check_type
 
 if TYPE_CHECKING:
     import pandas
@@ -205,6 +206,7 @@ class SizePlans(PlanCollection):
 
     @classmethod
     def from_object(cls, value: dict[str, object]) -> Self:
+        value = read_object(value, "a plan file's object")
         check_format(
             value, SIZE_PLANS_FORMAT_2 if value.get("format") == SIZE_PLANS_FORMAT_2 else SIZE_PLANS_FORMAT
         )
@@ -307,6 +309,7 @@ MOST_OF_A_PATH = 200
 
 def read_plan_file(path: str | os.PathLike[str]) -> str:
     """Return the text of a file of plans; errors of reading as `load_plan`."""
+    check_type("path", path, str, os.PathLike, remedy="give a plan file, made by topoplan plan -o")
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:

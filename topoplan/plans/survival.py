@@ -36,7 +36,7 @@ from topoplan.plans.plan import (
 )
 from topoplan.plans.shards import ImageShards, Shard, moved_shard, owner_of, path_ends
 from topoplan.plans.verify import Verification, verify
-from topoplan.units import counted
+from topoplan.units import check_type, check_whole, counted, names_given
 
 
 def renamed_plan(plan: Plan, names: Mapping[str, str], topology: Topology) -> Plan:
@@ -248,9 +248,8 @@ class SurvivalPlans(PlanCollection):
         """
         whole = self.whole.topology
         lost = [MachineFailure("gpu", whole.gpus[gpu]) for gpu in (whole.select(gpus) if gpus else ())]
-        lost += [MachineFailure("link", wire) for wire in links] + [
-            MachineFailure("device", name) for name in devices
-        ]
+        lost += [MachineFailure("link", wire) for wire in names_given("links", links, example="gpu0-gpu3")]
+        lost += [MachineFailure("device", one) for one in names_given("devices", devices, example="nic0")]
         if not lost:
             return self.whole
         if len(lost) > 1:
@@ -271,6 +270,7 @@ class SurvivalPlans(PlanCollection):
 
         InfeasibleError if it has none; PlanError if the renaming does not fit.
         """
+        check_whole("number", number, most=len(self.outcomes) - 1)
         outcome = self.outcomes[number]
         if outcome.plan is not None:
             return outcome.plan
@@ -310,7 +310,7 @@ class SurvivalPlans(PlanCollection):
 
     @classmethod
     def from_object(cls, value: dict[str, object]) -> Self:
-        if "failures" not in value:
+        if "failures" not in read_object(value, "the file"):
             raise PlanError("the file has no key failures; topoplan plan --survive 1 -o writes one")
         whole = Plan.from_object({key: field for key, field in value.items() if key != "failures"})
         outcomes: list[FailureOutcome] = []
@@ -337,6 +337,8 @@ def surviving_ranks(before: Plan, after: Plan) -> tuple[int, ...]:
     >>> surviving_ranks(book.whole, book.plan_without(gpus=[1]))
     (0, 2, 3)
     """
+    for name, plan in (("before", before), ("after", after)):
+        check_type(name, plan, Plan, remedy="give the plan before and after a failure")
     number = {name: rank for rank, name in enumerate(before.ranks)}
     return tuple(number[name] for name in after.ranks)
 
@@ -397,6 +399,7 @@ def verify_survival(book: SurvivalPlans) -> tuple[Verification, ...]:
     --------
     topoplan.plan_survival
     """
+    check_type("book", book, SurvivalPlans, remedy="read a file by load_survival")
     reports = [verify(book.whole)]
     wanted = single_failures(Fabric(book.whole.topology, book.whole.channels))
     stated = [outcome.failure for outcome in book.outcomes]

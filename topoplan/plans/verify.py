@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -75,8 +75,8 @@ class Verification:
     optimal: bool
     trees: int
     height: int
-    bottleneck: tuple[tuple[str, str], ...]
-    loads: dict[tuple[str, str], float]
+    bottleneck: tuple[tuple[str, str], ...] = field(repr=False)
+    loads: dict[tuple[str, str], float] = field(repr=False)
 
 
 def verify(plan: Plan | PlanByKind) -> Verification:

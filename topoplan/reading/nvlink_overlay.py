@@ -31,7 +31,7 @@ from topoplan.reading.nvlink_status import (
     match_gpus,
     parse_nvlink_status,
 )
-from topoplan.units import exact, listed, nearest_float
+from topoplan.units import check_type, exact, listed, nearest_float
 
 Pair = tuple[str, str]
 """Two ends of a bundle of NVLinks: GPUs first, by their numbers."""
@@ -356,6 +356,7 @@ def with_nvlinks(topology: Topology, gpus: Sequence[GpuNvlinks]) -> Topology:
 
 def _read(listing: str | os.PathLike[str]) -> tuple[str, str]:
     """Return the name of a listing, empty for a text, and its text."""
+    check_type("listing", listing, str, os.PathLike, remedy="give a file or its text, one after another")
     path = os.fspath(listing)
     if isinstance(listing, str) and "\n" in listing:
         return "", listing

@@ -50,7 +50,7 @@ from topoplan.reading.probe_nvlinks import (
     refused_access,
     refused_peers,
 )
-from topoplan.units import listed
+from topoplan.units import check_type, listed
 
 MOST_AGE = 24 * 3600.0
 """Seconds after which a cached probe expires."""
@@ -252,6 +252,7 @@ def probe_host(*, sysfs_root: str | os.PathLike[str] | None = None, refresh: boo
 
 def host_sysfs(sysfs_root: str | os.PathLike[str] | None = None) -> Sysfs:
     """Return a reader of the folder that stands for ``/sys``; a UsageError if it does not exist."""
+    check_type("sysfs_root", sysfs_root, str, os.PathLike, type(None), remedy="name a folder")
     named = os.environ.get(SYSFS_ROOT) or None if sysfs_root is None else sysfs_root
     if named is not None and not os.path.isdir(named):
         raise UsageError(

@@ -66,6 +66,7 @@ from topoplan.schedules.parameter_server import parameter_server
 from topoplan.schedules.ring import ring_plan
 from topoplan.schedules.user_trees import USER_TREES, plan_from_rings
 from topoplan.solve.packing.composition import THREE_PHASE, plan_three_phase
+from topoplan.units import check_type, names_given
 
 GROUP = "topoplan.schedules"
 """Group of entry points; each loads a `Make` function or a `Schedule`."""
@@ -340,14 +341,14 @@ def register_schedule(name: str, make: Make | None, *, collectives: Sequence[str
         _REGISTERED.discard(name)
         SCHEDULES.pop(name, None)
         return
-    if not name or not callable(make):
+    if not name or not isinstance(name, str) or not callable(make):
         raise UsageError(
             f"a schedule must be a name and a function, got {name!r} and a {type(make).__name__}"
         )
     columns = {one.column for one in SCHEDULES.values() if one.name not in _REGISTERED}
     if name.lower() in COMPARED or name in columns:
         raise UsageError(f"{name} is a column of compare; register the schedule under another name")
-    known = tuple(map(check_collective, collectives))
+    known = tuple(map(check_collective, names_given("collectives", collectives, example="allreduce")))
     checked = _checked(make, f"schedule {name}")
 
     def named(*args: object, **asked: object) -> Plan:
@@ -365,6 +366,7 @@ def find_schedule(name: str) -> Schedule:
     75.0
     """
     others = installed_plugins(GROUP)
+    check_type("schedule", name, str, remedy="give the name of a schedule, such as trees or ring")
     if name in others:
         if name in (TREES, *SCHEDULES):
             raise UsageError(

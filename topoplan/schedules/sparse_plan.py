@@ -299,7 +299,7 @@ def sparse_plan(
     topology = as_topology(topology)
     share = entry_share(density, entry_bits=entry_bits, element_bits=element_bits)
     over_servers = False
-    if channels in CHANNEL_CHOICES:  # neither divided between channels inside a server, nor unknown
+    if str(channels) in CHANNEL_CHOICES:  # neither divided between channels inside a server, nor unknown
         fabric = Allocation.of(topology, gpus=gpus, channels=channels).connected()
         over_servers = 1 < len(FabricServers(fabric).names) < fabric.size
     if over_servers:

@@ -15,7 +15,7 @@ trees could gain.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -37,6 +37,7 @@ from topoplan.schedules.ring_forest import LogicalRing, ring_shards, shortest_ro
 from topoplan.schedules.routes import LeastLoaded, edge_along
 from topoplan.solve.cuts_and_partitions import bounded_plan, whole_capacities
 from topoplan.solve.simplex.exact_simplex import PackingSimplex
+from topoplan.units import check_type
 
 USER_TREES = "own trees"
 """Schedule and method of such plans."""
@@ -403,6 +404,9 @@ def _with_shares(given: list[_Given], shares: Sequence[Share | None] | None) -> 
         return given
     if any(tree.share is not None for tree in given):
         raise UsageError("shares are given beside the trees and inside them; give them in one place")
+    check_type(
+        "shares", shares, Collection, remedy="give one share for each tree, None for a share to choose"
+    )
     if len(shares) != len(given):
         raise UsageError(
             f"{len(shares)} shares do not fit {len(given)} trees; give one each, None for a share to choose"

@@ -49,6 +49,7 @@ from topoplan.solve.packing.kind_composition import plan_by_kind
 from topoplan.solve.planner import plan as make_plan
 from topoplan.solve.symmetry.automorphisms import stabiliser_chain
 from topoplan.solve.symmetry.symmetry_search import find_symmetry
+from topoplan.units import check_type
 
 MATCHING_WORK = 4_000_000
 """Work limit of the search for automorphisms: links of the machine times refinements, a few seconds."""
@@ -117,10 +118,8 @@ def replan(
     >>> after.plan.rate, after.plan.gap, after.survivors
     (75.0, 0.0, (0, 1, 2, 4, 5, 6, 7))
     """
-    if not isinstance(plan, Plan):
-        raise UsageError(
-            "several plans are not replanned at once; give one, such as book.whole or plans.at(nbytes)"
-        )
+    remedy = "read a file by load_plan, and of several plans give one, such as book.whole or plans.at(nbytes)"
+    check_type("plan", plan, Plan, remedy=remedy)
     kind = plan.certificate.kind
     if isinstance(plan.certificate, SparseCertificate) or kind == "demand":
         raise UsageError(
@@ -192,7 +191,7 @@ def plan_survival(
     (24, 8, 75.0)
     """
     started = time.perf_counter()
-    if channels in CHANNEL_SPLITS or channels.startswith(STAGED):
+    if str(channels) in CHANNEL_SPLITS or str(channels).startswith(STAGED):
         raise UsageError(
             f"plans for failures take one forest, not channels {channels}; use auto, or plan each failure alone"
         )

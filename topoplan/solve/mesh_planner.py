@@ -10,6 +10,7 @@ dual lengths are its certificate. The lowest height that reaches the optimum is 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ from topoplan.solve.packing.column_generation import ColumnGeneration, ProgressC
 from topoplan.solve.packing.exact import at_lowest_height
 from topoplan.solve.packing.packing_program import Packing, Pricing, TreeColumn
 from topoplan.solve.planner import one_hop_forest
-from topoplan.units import nearest_float
+from topoplan.units import check_type, is_real, is_whole, names_given, nearest_float
 
 # Length of an empty link, and the extra length of a full one: less than one link in sum on any route of 256.
 LENGTH_SCALE = 1 << 16
@@ -208,6 +209,7 @@ def plan_mesh(
     (120.0, 120.0, 6)
     """
     started = time.perf_counter()
+    check_type("mesh", mesh, Mapping, remedy="write {'dp': 2, 'tp': 4}")
     extents = tuple(mesh.items())
     weights = mesh_weights(extents, axes)
     asked = Allocation.of(topology, collective, gpus=gpus)
@@ -216,7 +218,7 @@ def plan_mesh(
         raise UsageError(
             f"a mesh of {given} does not have as many ranks as there are GPUs, {len(asked.gpus)}"
         )
-    if channels not in CHANNEL_CHOICES:
+    if not isinstance(channels, str) or channels not in CHANNEL_CHOICES:
         raise UsageError(
             f"channels {channels!r} of a mesh are unknown; use one of {', '.join(CHANNEL_CHOICES)}"
         )
@@ -353,20 +355,25 @@ def mesh_weights(
 ) -> tuple[tuple[str, Fraction], ...]:
     """Return the axes that run, in the order of the mesh, with their weights; raise UsageError as `plan_mesh`."""
     for name, extent in extents:
-        if extent < 1:
-            raise UsageError(f"axis {name} has extent {extent}; extents are 1 or more")
+        if not isinstance(name, str) or not is_whole(extent) or extent < 1:
+            raise UsageError(
+                f"axis {name} has extent {extent!r}; extents are whole numbers of 1 or more, by name"
+            )
     wide = [name for name, extent in extents if extent > 1]
     if axes is None:
         given: dict[str, Fraction | int] = dict.fromkeys(wide, 1)
     else:
-        given = dict(axes) if isinstance(axes, Mapping) else dict.fromkeys(axes, 1)
+        named = (
+            axes if isinstance(axes, Mapping) else dict.fromkeys(names_given("axes", axes, example="dp"), 1)
+        )
+        given = dict(named)
     for name, weight in given.items():
         if name not in dict(extents):
             raise UsageError(f"axis {name!r} is not in the mesh; use one of {', '.join(dict(extents))}")
         if name not in wide:
             raise UsageError(f"along axis {name} every group has one rank, and nothing moves; leave it out")
-        if not weight > 0:
-            raise UsageError(f"axis {name} has weight {weight}; weights are above zero")
+        if not is_real(weight) or not 0 < weight < math.inf:
+            raise UsageError(f"axis {name} has weight {weight!r}; weights are above zero, and finite")
     if not given:
         raise UsageError("no axis of the mesh has two ranks or more, and nothing moves")
     return tuple((name, Fraction(given[name])) for name, _ in extents if name in given)

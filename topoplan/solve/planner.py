@@ -37,7 +37,7 @@ from topoplan.plans.shards import Shard
 from topoplan.solve.cuts_and_partitions import best_bound, bounded_plan, equivalent_ranks, quick_bound
 from topoplan.solve.packing.packing_program import Packing, TreeColumn
 from topoplan.solve.search_control import Deadline
-from topoplan.units import parse_size
+from topoplan.units import is_real, is_whole, parse_size
 
 if TYPE_CHECKING:
     from topoplan.plans.certificates.exchange import DemandMatrix
@@ -237,7 +237,7 @@ def plan(
     _check_choice("method", method, METHODS)
     _check_choice("order", order, ORDERS)
     _check_choice("channels", channels, (*CHANNEL_CHOICES, *CHANNEL_SPLITS))
-    if not 0 <= tolerance < 1:
+    if not is_real(tolerance) or not 0 <= tolerance < 1:
         raise UsageError(
             f"tolerance {tolerance!r} must be a part of the bound, from 0 to below 1, such as 0.005"
         )
@@ -389,8 +389,8 @@ def _packed_plan(fabric: Fabric, collective: str, root: int | None, packed: Exac
 
 def _check_height(height: int, method: str, order: str) -> None:
     """Raise UsageError unless the height is at least 1 and no other option decides heights."""
-    if height < 1:
-        raise UsageError(f"a height of {height} has no edge; give 1 or more")
+    if not is_whole(height) or height < 1:
+        raise UsageError(f"a height of {height!r} has no edge; give a whole number of 1 or more")
     for name, value, only in (("method", method, "exact"), ("order", order, "height")):
         if value != only:
             raise UsageError(

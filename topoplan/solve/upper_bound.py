@@ -83,10 +83,10 @@ def compute_bound(
     """
     asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=ALL_COLLECTIVES)
     collective, rank = asked.collective, asked.root
-    if channels in CHANNEL_SPLITS:
+    if str(channels) in CHANNEL_SPLITS:
         alone = [
             compute_bound(asked.machine, collective, gpus=gpus, root=root, channels=channel)
-            for channel in CHANNEL_SPLITS[channels]
+            for channel in CHANNEL_SPLITS[str(channels)]
         ]
         parts = tuple((one.channels[0], one.certificate) for one in alone)
         first = alone[0]

@@ -39,6 +39,7 @@ from collectives.sparse.selection.topk import (
     threshold_of_sample,
 )
 from topoplan.errors import UsageError
+from topoplan.units import check_type, check_whole, shortened
 
 Array = NDArray[Any]
 
@@ -286,8 +287,7 @@ class ErrorFeedback:
     """
 
     def __init__(self, size: int, dtype: str = "float32", *, momentum: float = 0.0) -> None:
-        if size < 0:
-            raise UsageError(f"size must be at least 0, got {size}")
+        check_whole("size", size)
         if dtype not in DTYPES:
             raise UsageError(f"dtype of a residual must be {' or '.join(DTYPES)}, got {dtype}")
         momentum = checked_momentum(momentum)
@@ -334,6 +334,8 @@ class ErrorFeedback:
 
     def part(self, start: int, stop: int) -> ErrorFeedback:
         """Return the feedback of a range of elements, on the same memory and with its own count of steps."""
+        check_whole("stop", stop, most=self.residual.size)
+        check_whole("start", start, most=stop)
         part = ErrorFeedback(0, self.residual.dtype.name, momentum=self.momentum)
         part.residual = self.residual[start:stop]
         part.velocity = None if self.velocity is None else self.velocity[start:stop]
@@ -363,6 +365,8 @@ class ErrorFeedback:
         >>> feedback.residual.tolist()
         [1.0, -3.0, 2.0]
         """
+        for name, given in (("indices", indices), ("values", values)):
+            check_type(name, given, type(self.residual), remedy="give what feed returned")
         size = self.residual.size
         if indices.dtype.kind not in "iu" or values.dtype != self.residual.dtype:
             raise UsageError(
@@ -407,6 +411,8 @@ class ErrorFeedback:
 
 def check_state(state: Mapping[str, Any], residual: Any, momentum: float) -> None:
     """Raise UsageError if a state is of another size, dtype or momentum than a residual of numpy or CuPy."""
+    if not isinstance(state, Mapping) or not {"residual", "momentum", "step"} <= {*state}:
+        raise UsageError(f"state must be what ErrorFeedback.state returned, got {shortened(state)}")
     saved = state["residual"]
     if (saved.shape, saved.dtype) != (residual.shape, residual.dtype):
         raise UsageError(
@@ -438,8 +444,7 @@ def warm_up_density(epoch: int, density: float = 0.001) -> float:
     >>> [round(warm_up_density(epoch), 4) for epoch in range(6)]
     [0.25, 0.0625, 0.0156, 0.0039, 0.001, 0.001]
     """
-    if epoch < 0:
-        raise UsageError(f"epoch must be at least 0, got {epoch}; count from 0")
+    check_whole("epoch", epoch)
     return max(checked_density(density), FIRST ** (epoch + 1))
 
 

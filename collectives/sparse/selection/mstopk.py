@@ -16,10 +16,15 @@ from numpy.typing import NDArray
 from collectives.sparse.selection.topk import check_arguments, index_type
 from collectives.tables.compiled import compiled
 from topoplan.errors import UsageError
+from topoplan.units import check_whole
 
 LANES = 64  # elements of a block
 
 Array = NDArray[Any]
+
+
+MOST_SAMPLES = 4096
+"""Halvings of an interval of floats, which has no middle after about 2,200."""
 
 
 def mstopk(x: Array, k: int, samples: int = 30, *, seed: int = 0) -> tuple[Array, Array]:
@@ -69,8 +74,8 @@ def mstopk(x: Array, k: int, samples: int = 30, *, seed: int = 0) -> tuple[Array
         raise UsageError(f"x must be a contiguous numpy array of float32 or float64, got {kind}; convert it")
     flat = x.reshape(-1)
     k = check_arguments(k, flat.size, "refuse")
-    if samples < 1:
-        raise UsageError(f"samples must be at least 1, got {samples}")
+    check_whole("samples", samples, least=1, most=MOST_SAMPLES)
+    check_whole("seed", seed)
     index = index_type(flat.size)
     if k == 0:
         return np.zeros(0, index), flat[:0].copy()

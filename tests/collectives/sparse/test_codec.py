@@ -210,8 +210,8 @@ def test_a_fixed_point_block_that_is_not_finite_becomes_nan(wrong: float) -> Non
     [
         ({"values": "float8"}, "values must be one of as given, float32.*, got 'float8'"),
         ({"indices": "bitmap"}, "indices must be one of plain, packed, got 'bitmap'"),
-        ({"seed": -1}, "seed -1"),
-        ({"block": 0}, "block 0"),
+        ({"seed": -1}, "seed must be from 0 to 18446744073709551615, got -1"),
+        ({"block": 0}, "block must be from 1 to 4294967295, got 0"),
     ],
 )
 def test_refuses_unknown_formats(options: dict[str, Any], message: str) -> None:

@@ -161,7 +161,7 @@ def test_the_run_of_mstopk_depends_on_its_seed_only() -> None:
     [
         (np.full(5, np.nan), 2, 30, "NaN"),
         (np.zeros(5), 6, 30, "k must be a whole number from 0 to 5, .* got 6"),
-        (np.zeros(5), 2, 0, "samples must be at least 1, got 0"),
+        (np.zeros(5), 2, 0, "samples must be from 1 to 4096, got 0"),
         (np.zeros(5, np.float16), 2, 30, "got float16"),
     ],
 )

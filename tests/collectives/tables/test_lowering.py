@@ -186,11 +186,11 @@ def test_bad_sizes_are_refused_with_a_remedy() -> None:
     plan = forest_plan(8, "allgather", "star")
     with pytest.raises(UsageError, match="13 elements cannot be divided among 8 ranks; pad the buffer to 16"):
         lower(plan, 13, chunk_elements=4)
-    with pytest.raises(UsageError, match="must be 0 or more elements, got -1"):
+    with pytest.raises(UsageError, match="count must be 0 or more, got -1"):
         lower(plan, -1, chunk_elements=4)
     with pytest.raises(UsageError, match=r"count must be below 2\*\*63 elements, got"):
         lower(plan, 1 << 63, chunk_elements=4)
-    with pytest.raises(UsageError, match="chunk_elements must be 1 or more, got 0"):
+    with pytest.raises(UsageError, match="chunk_elements must be from 1 to 9223372036854775807, got 0"):
         lower(plan, 8, chunk_elements=0)
 
 

@@ -281,7 +281,7 @@ def test_weight_decay_may_be_given_for_each_layer_in_numbers_of_numpy_too() -> N
         (lambda: Lamb(0.1, weight_decay=[0.0, -1.0]), "weight decay must be 0 or more, got -1.0"),
         (lambda: Lars(0.1, momentum=1.0), r"momentum must be in \[0, 1\), got 1.0"),
         (lambda: Lars(0.1, coefficient=0.0), "coefficient must be above 0, got 0.0"),
-        (lambda: Lamb(0.1, betas=(0.9, 1.0)), r"betas must be in \[0, 1\), got 1.0"),
+        (lambda: Lamb(0.1, betas=(0.9, 1.0)), r"betas must be in \[0, 1\), got \(0.9, 1.0\)"),
         (lambda: Lamb(0.1, epsilon=0.0), "epsilon must be above 0, got 0.0"),
     ],
 )

@@ -202,7 +202,7 @@ def test_replanning_goes_over_what_is_left() -> None:
 
 
 def test_what_is_not_one_plan_of_elements_is_not_replanned() -> None:
-    with refused(UsageError, "several plans are not replanned at once; give one, such as book.whole"):
+    with refused(UsageError, "got SurvivalPlans; read a file by load_plan, and of several plans give one"):
         topoplan.replan(book_of("v100x4"), without_gpus=[0])  # type: ignore[arg-type]
     with refused(UsageError, "is not replanned; plan the degraded machine anew"):
         topoplan.replan(topoplan.sparse_plan("v100x4", density=0.01), without_gpus=[0])

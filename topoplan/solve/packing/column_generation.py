@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from topoplan.solve.packing.packing_program import Packing, Pricing, TreeColumn, has_exact_tables, length_of
 from topoplan.solve.search_control import Deadline, RandomStream
 from topoplan.solve.simplex.exact_simplex import PackingSimplex
+from topoplan.units import check_function
 
 if TYPE_CHECKING:
     from topoplan.solve.simplex.guided_simplex import GuidedSimplex
@@ -138,6 +139,8 @@ class ColumnGeneration:
     deadline: Deadline = field(default_factory=lambda: Deadline(None))
 
     def __post_init__(self) -> None:
+        if self.progress is not None:
+            check_function("progress", self.progress)
         packing = self.packing
         self.rows = len(packing.limits)
         self.known: set[TreeColumn] = set()

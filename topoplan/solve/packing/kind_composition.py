@@ -36,6 +36,7 @@ from topoplan.solve.packing.kind_switches import NetworkStars, Path, SwitchedSta
 from topoplan.solve.packing.packing_program import rounded_lengths
 from topoplan.solve.packing.torus_broadcast import plan_rooted_torus
 from topoplan.solve.packing.torus_packing import TorusPacking, check_torus
+from topoplan.units import check_function, check_type, is_whole
 
 MANY_TREES = Fraction(9, 8)
 """Trees for each GPU above which a plan with fewer is looked for: every rank has one or more rows in each tree."""
@@ -382,11 +383,14 @@ def plan_by_kind(
     (200.016, 0.0, 100000)
     """
     started = time.perf_counter()
+    check_type("cluster", cluster, ClusterByKind, remedy="make one by cluster_by_kind")
+    if progress is not None:
+        check_function("progress", progress)
     collective = check_collective(collective)
     if cluster.size < 2:
         raise UsageError("a plan by kind must have two GPUs or more, got 1; nothing moves there")
-    if root is not None and not 0 <= root < cluster.size:
-        raise UsageError(f"root {root} must be a rank from 0 to {cluster.size - 1}; name another")
+    if root is not None and not (is_whole(root) and 0 <= root < cluster.size):
+        raise UsageError(f"root {root!r} must be a rank from 0 to {cluster.size - 1}; name another")
     root = root_rank(range(cluster.size), collective, root)
     if cluster.network.kind == "torus":
         if root is not None:
