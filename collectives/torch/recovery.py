@@ -209,6 +209,13 @@ class RecoveringExchange(DdpBucketExchange):
             self._give_up(wait=isinstance(error, Exception))
             raise
 
+    def _abandoned(self) -> None:
+        """Leave after an error of backward between two buckets: the others continue without this rank."""
+        if begun := len(self._kept):
+            error = f"training step {self._averager.recorder.step}: backward raised an error behind bucket {begun - 1}"
+            self._averager.communicator.abort(error)
+            self._give_up(wait=True)
+
     def _give_up(self, *, wait: bool) -> None:
         self._under_way = [one.running for one in self._held if one.running is not None]
         self._held.clear()

@@ -285,8 +285,8 @@ def failing_step(ddp: DistributedDataParallel, step: int) -> str:
 
 
 @scenario(2, 4)
-def a_rank_whose_backward_fails_alone_refuses_the_step_with_all_ranks() -> None:
-    """In a hook of a gradient behind the first bucket: the others wait for the next bucket."""
+def a_rank_whose_backward_fails_alone_refuses_the_step_or_leaves() -> None:
+    """In a hook of a gradient behind the first bucket: the others wait for the next bucket. With `Shrink` it leaves."""
 
     def failing(gradient: torch.Tensor) -> None:
         raise MemoryError("no memory")
@@ -300,14 +300,23 @@ def a_rank_whose_backward_fails_alone_refuses_the_step_with_all_ranks() -> None:
         trained(ddp, steps=range(3))
         if dist.get_rank() == 1:
             network.first.weight.register_hook(failing)
-        text = failing_step(ddp, 3)
+        others = dist.get_world_size() - 1
+        assert state.communicator is not None
         if dist.get_rank() == 1:
-            assert text == "MemoryError: no memory"
+            assert failing_step(ddp, 3) == "MemoryError: no memory"
+        elif shrinks:
+            trained(ddp, steps=range(3, 5))
         else:
+            text = failing_step(ddp, 3)
             assert text.startswith("RefusedError"), text
             assert "rank 1 refused the collective: training step 3: backward raised an error behind" in text
-        assert state.communicator is not None
-        assert state.communicator.all_reduce(torch.ones(2)).tolist() == [dist.get_world_size()] * 2
+        if not shrinks:
+            assert state.communicator.all_reduce(torch.ones(2)).tolist() == [others + 1] * 2
+        elif dist.get_rank() == 1:
+            with pytest.raises(BackendError):
+                state.communicator.all_reduce(torch.ones(2))
+        else:
+            assert state.communicator.all_reduce(torch.ones(2)).tolist() == [others] * 2
         state.close()
 
 
