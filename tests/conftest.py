@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Collection, Generator
 from functools import cache, partial
 from pathlib import Path
 
@@ -22,10 +21,6 @@ from tests.support.fake_machine.fixtures import fake_host as fake_host
 from tests.support.fake_machine.fixtures import fake_nvml as fake_nvml
 from tests.support.listings import FABRICS, MACHINES
 from topoplan.cli.main import main
-from topoplan.machine.fabric import Fabric
-from topoplan.plans.plan import Plan
-from topoplan.solve import planner
-from topoplan.solve.search_control import Deadline
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and with them the processes that they start
 # and interrupt.
@@ -105,43 +100,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"machines_dir", "fabrics_dir"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.listings)
-
-
-_plan_exact = planner._plan_exact
-
-
-@cache
-def _kept_plan(fabric: Fabric, collective: str, root: int | None, order: str, tolerance: float) -> Plan:
-    return _plan_exact(fabric, collective, root, order, Deadline(None), None, tolerance)
-
-
-def _plan_once(
-    fabric: Fabric,
-    collective: str,
-    root: int | None,
-    order: str,
-    deadline: Deadline,
-    progress: Callable[[str], None] | None,
-    tolerance: float,
-) -> Plan:
-    if deadline.limit is None and progress is None:
-        return _kept_plan(fabric, collective, root, order, tolerance)
-    return _plan_exact(fabric, collective, root, order, deadline, progress, tolerance)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Plan each fabric once in a process, except for tests of the planner, of determinism, and with ``monkeypatch``.
-
-    Half of what other tests plan has been planned before, mostly by commands on the same few machines.
-    """
-    function = getattr(item, "function", None)
-    changes = function is not None and "monkeypatch" in inspect.signature(function).parameters
-    if changes or {"solve", "test_determinism.py"} & set(item.path.parts):
-        return (yield)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "_plan_exact", _plan_once)
-        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -48,6 +48,19 @@ def check_usable() -> None:
     assert beneath.tolist() == [7, 7]
 
 
+@scenario(2)
+def sums_of_types_that_gloo_refuses_end_at_once() -> None:
+    small = torch.ones(4).to(torch.float8_e4m3fn)
+    for call in (
+        lambda: dist.all_reduce(small.clone()),
+        lambda: dist.reduce_scatter(small.clone(), [small, small]),
+        lambda: dist.reduce_scatter_tensor(small.clone(), torch.cat([small, small])),
+    ):
+        with pytest.raises(RuntimeError, match="Invalid scalar type"):
+            call()
+    check_usable()
+
+
 @scenario(3)
 def a_rank_without_memory_beneath_ends_its_group_alone() -> None:
     """The others wait in gloo, for minutes, unless they look whether it has left."""

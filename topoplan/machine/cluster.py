@@ -106,8 +106,8 @@ def cluster(
     Returns
     -------
     Topology
-        `topoplan.machine.nic_wiring` describes how it represents PCIe. Channels ``auto`` use it correctly; if NVLink
-        joins the GPUs of each server, ``pcie+network`` counts the PCIe slot of a GPU twice.
+        `topoplan.machine.nic_wiring` describes how it represents PCIe. Channels ``auto`` use it correctly; the PCIe
+        slots of GPUs that NVLink joins count twice in ``pcie+network``, and beside servers that NVLink does not join.
 
     Raises
     ------
