@@ -253,7 +253,7 @@ def test_the_others_add_up_before_a_late_rank_comes(
                 rank == late
                 and not all(
                     frames[other][machine.AGREEMENT] > called
-                    and frames[other][machine.EARLY] != machine.NOT_YET
+                    and frames[other][machine.EARLY] == machine.EARLY_DONE
                     for other in range(size)
                     if other != late
                 )
