@@ -23,7 +23,7 @@ MODULES = ("topoplan", "collectives", *(["collectives.torch"] if find_spec("torc
 
 @contextmanager
 def a_group_of_one() -> Iterator[None]:
-    """The process group that doors of torch ask for."""
+    """The process group that exports of torch ask for."""
     if not find_spec("torch"):
         yield
         return
@@ -37,23 +37,23 @@ def a_group_of_one() -> Iterator[None]:
 
 @pytest.mark.parametrize("share", [len(ODD), pytest.param(1, marks=pytest.mark.thorough)])
 def test_no_door_raises_a_raw_error(share: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each parameter of each door once, and with every wrong argument in the thorough run."""
+    """Each parameter of each export once, and with every wrong argument in the thorough run."""
     with a_group_of_one():
-        doors = Doors(tmp_path)
+        exports = Doors(tmp_path)
         for module in MODULES:
-            doors.walk(import_module(module), share)
-    assert doors.calls > 300
-    assert doors.raw == []
+            exports.walk(import_module(module), share)
+    assert exports.calls > 300
+    assert exports.raw == []
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_the_walk_finds_what_a_door_without_an_entry_raises(tmp_path: Path) -> None:
-    """An inner function as a door is caught, and one that checks is not."""
+    """An inner function as a export is caught, and one that checks is not."""
     module = ModuleType("walked")
     vars(module).update(__all__=["inner", "checked"], inner=bus_factor, checked=topoplan.load_plan)
-    doors = Doors(tmp_path)
-    doors.walk(module, 1)
-    assert {one.split("(")[0] for one in doors.raw} == {"inner"}
+    exports = Doors(tmp_path)
+    exports.walk(module, 1)
+    assert {one.split("(")[0] for one in exports.raw} == {"inner"}
 
 
 def test_results_of_planning_are_shown_in_one_line() -> None:

@@ -1,8 +1,8 @@
 """Call everything that a module exports with arguments of wrong types, one at a time, and collect raw errors.
 
-Arguments that a door requires come by their names from a table; a name that the table does not have is None, which is a
-wrong argument too. So a new door is checked without an entry. Methods are called on what functions of the packages
-return, and on what a class makes of such arguments.
+Arguments that an export requires come by their names from a table; a name that the table does not have is None, which
+is a wrong argument too. So a new export is checked without an entry. Methods are called on results of the functions of
+the packages, and on what a class makes of such arguments.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ODD: tuple[object, ...] = (
     *(None, "x", "gpu0-gpu3=5", "", 5, 1.5, float("nan"), -1, True, b"x", Path("/missing/x"), _Unknown()),
     *([], [5], [2, 4], ["x"], {}, {"x": "y"}, {1: 2}, (None,), [[None]], [1.5], np.float32(0.5)),
 )
-"""Arguments that most parameters cannot take. What a door does take it may use."""
+"""Arguments that most parameters cannot take; an export may use the ones that it takes."""
 
 MADE_BY_THE_PACKAGE = (
     *("ClusterByKind", "Grown", "Handle", "LatePlan", "MeshPlans", "Plan", "PlanByKind", "PreparedCall"),
@@ -61,7 +61,7 @@ ENDING = ("abort", "close")
 
 
 class Doors:
-    """What the doors of modules take, and the raw errors that other arguments raise; files go into a folder."""
+    """Arguments of the exports of modules, and the raw errors that other arguments raise; files go into a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,7 +71,7 @@ class Doors:
 
     @cached_property
     def known(self) -> dict[str, Any]:
-        """Arguments by the names of parameters, or of a door and its parameter."""
+        """Arguments by the names of parameters, or of an export and its parameter."""
         machine = topoplan.load("v100x4")
         plan = topoplan.plan(machine)
         cluster = topoplan.cluster_by_kind(["v100x4"] * 2, nic_gbps=100)
@@ -141,34 +141,34 @@ class Doors:
         }
 
     def walk(self, module: ModuleType, share: int) -> None:
-        """Call every door of a module, with one of ``share`` odd arguments in the place of each parameter."""
+        """Call every export of a module, with one of ``share`` odd arguments in the place of each parameter."""
         here = Path.cwd()
         os.chdir(self.folder)
         try:
-            for name, door in self._doors(module):
-                self._odd_calls(name, door, share)
+            for name, export in self._exports(module):
+                self._odd_calls(name, export, share)
         finally:
             os.chdir(here)
             for name in (one for one in (*ODD, "walked") if isinstance(one, str) and one):
                 topoplan.register_schedule(name, None)
 
-    def _doors(self, module: ModuleType) -> Iterator[tuple[str, Callable[..., object]]]:
+    def _exports(self, module: ModuleType) -> Iterator[tuple[str, Callable[..., object]]]:
         """Yield exported functions, classes, and methods, each of an object of its own where that can be made."""
         communicator = collectives.Communicator(self.known["plan"])
         handle = communicator.all_reduce(self.known["arrays"], async_op=True)
         made: dict[type, object] = {type(handle): handle}
         classes = []
         for name in module.__all__:
-            door = getattr(module, name)
-            if door in self.walked:
+            export = getattr(module, name)
+            if export in self.walked:
                 continue
-            self.walked.add(door)
-            if not isinstance(door, type):
-                yield name, door
-                if not any(cls.__name__ == inspect.signature(door).return_annotation for cls in made):
-                    made |= self._returned(name, door)
-            elif not issubclass(door, Exception):
-                classes.append((name, door))
+            self.walked.add(export)
+            if not isinstance(export, type):
+                yield name, export
+                if not any(cls.__name__ == inspect.signature(export).return_annotation for cls in made):
+                    made |= self._returned(name, export)
+            elif not issubclass(export, Exception):
+                classes.append((name, export))
         for name, cls in classes:
             if name not in MADE_BY_THE_PACKAGE:
                 yield name, cls
@@ -183,34 +183,34 @@ class Doors:
                     if (one := own.get(cls, made.get(cls))) is not None:
                         yield f"{name}.{member}", getattr(one, member)
 
-    def _returned(self, name: str, door: Callable[..., object]) -> Mapping[type, object]:
-        """Return what a door returns for arguments that it takes, by its type."""
+    def _returned(self, name: str, export: Callable[..., object]) -> Mapping[type, object]:
+        """Return what an export returns for arguments that it takes, by its type."""
         try:
-            result = door(**self._given(name, door))
+            result = export(**self._given(name, export))
         except (TopoplanError, TypeError, ValueError, AttributeError):
             return {}
         return {type(result): result}
 
-    def _given(self, name: str, door: Callable[..., object]) -> dict[str, Any]:
-        """Return arguments for the parameters without a default, and those that the table has for this door."""
+    def _given(self, name: str, export: Callable[..., object]) -> dict[str, Any]:
+        """Return arguments for the parameters without a default, and those that the table has for this export."""
         several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        parameters = inspect.signature(door).parameters.values()
+        parameters = inspect.signature(export).parameters.values()
         needed = (one.name for one in parameters if one.default is one.empty and one.kind not in several)
         stated = {one.name: f"{name}.{one.name}" for one in parameters}
         own = {one: self.known[key] for one, key in stated.items() if key in self.known}
         return {one: self.known.get(one) for one in needed} | own
 
-    def _odd_calls(self, name: str, door: Callable[..., object], share: int) -> None:
-        given = self._given(name, door)
-        for one in inspect.signature(door).parameters.values():
+    def _odd_calls(self, name: str, export: Callable[..., object], share: int) -> None:
+        given = self._given(name, export)
+        for one in inspect.signature(export).parameters.values():
             turn = crc32(f"{name}.{one.name}".encode())
             for number, odd in enumerate(ODD):
                 if (number + turn) % share == 0 and one.kind is not one.VAR_KEYWORD:
                     what = f"{name}({one.name}={odd!r:.40})"
                     if one.kind is one.VAR_POSITIONAL:
-                        self._call(what, partial(door, *given.values(), odd))
+                        self._call(what, partial(export, *given.values(), odd))
                     else:
-                        self._call(what, partial(door, **{**given, one.name: odd}))
+                        self._call(what, partial(export, **{**given, one.name: odd}))
 
     def _call(self, what: str, call: Callable[[], object]) -> None:
         self.calls += 1

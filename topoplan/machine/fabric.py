@@ -483,24 +483,22 @@ def _needs_pcie(topology: Topology) -> bool:
     for link in topology.links:
         if link.channel == "network" and link.src in nics:
             nics[link.src].add(link.dst)
-    return all(
-        nics[name] == nics[server[0]] for server in _servers(topology, ("network",)) for name in server
-    )
+    servers = joined_gpus(topology, CHANNEL_LINKS[ALL])
+    return all(nics[name] == nics[server[0]] for server in servers for name in server)
 
 
 def nvlink_leaves_apart(topology: Topology) -> bool:
     """Return whether PCIe joins GPUs of a server that NVLink does not."""
-    channels = {link.channel for link in topology.links} - {"nvlink"}
-    return _states_pcie(topology) and len(_servers(topology, channels)) > len(
-        _servers(topology, ("network",))
-    )
+    if not _states_pcie(topology):
+        return False
+    return len(joined_gpus(topology, ("nvlink",))) > len(joined_gpus(topology, CHANNEL_LINKS[ALL]))
 
 
-def _servers(topology: Topology, without: Collection[str]) -> list[list[str]]:
-    """Return the GPUs that links other than those of some channels join."""
+def joined_gpus(topology: Topology, channels: Collection[str]) -> list[list[str]]:
+    """Return groups of GPUs that links of some channels join."""
     out: dict[str, list[str]] = {}
     for link in topology.links:
-        if link.channel not in without:
+        if link.channel in channels:
             out.setdefault(link.src, []).append(link.dst)
     left, found = list(topology.gpus), []
     while left:

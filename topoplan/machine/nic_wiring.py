@@ -30,6 +30,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 from topoplan.errors import Note, UsageError
+from topoplan.machine.fabric import joined_gpus
 from topoplan.machine.hardware import gpu_identity
 from topoplan.machine.routing import fewest_steps
 from topoplan.machine.topology import Device, Link, Topology, without_named
@@ -212,7 +213,7 @@ def wire_server(
     part = machine.subset(gpus)
     there = set(part.gpus)
     has_nvlink = any(link.channel == "nvlink" for link in machine.links)
-    tree_carries = access == "pcie" and not (has_nvlink and _nvlink_joins(part))
+    tree_carries = access == "pcie" and not (has_nvlink and len(joined_gpus(part, ("nvlink",))) < 2)
     idle: tuple[str, ...] = ()
     if access == "direct":
         everywhere = dict.fromkeys(machine.gpus, ())
@@ -268,18 +269,15 @@ def _sockets(part: Topology, place: NicPlace) -> tuple[str, ...]:
     cpus = {device.name for device in part.devices if device.kind == "cpu"}
     found: dict[str, None] = {}
     for gpu in place.paths:
-        seen, level = {gpu}, [gpu]
-        while level and not cpus & set(level):
-            level = [
-                top
-                for name in level
-                for top in above.get(name, ())
-                if top not in part.gpus and top not in seen
-            ]
-            seen.update(level)
-        if not level and gpu in part.gpus:
+        steps = fewest_steps(
+            [gpu],
+            lambda name: () if name in cpus else [top for top in above.get(name, ()) if top not in part.gpus],
+        )
+        distances = {name: steps[name] for name in steps if name in cpus}
+        if not distances and gpu in part.gpus:
             return ()
-        found.update(dict.fromkeys(name for name in level if name in cpus))
+        nearest = min(distances.values(), default=0)
+        found.update(dict.fromkeys(name for name, distance in distances.items() if distance == nearest))
     return tuple(found)
 
 
@@ -318,15 +316,6 @@ _AMPERE = 80
 
 _SWITCHES = 1
 """`path_kind` of a NIC that PCIe switches alone join to a GPU, PXB: through such a GPU others send (PXN)."""
-
-
-def _nvlink_joins(machine: Topology) -> bool:
-    """Return whether paths of NVLinks join all GPUs of a server."""
-    out: dict[str, list[str]] = {}
-    for link in machine.links:
-        if link.channel == "nvlink":
-            out.setdefault(link.src, []).append(link.dst)
-    return set(machine.gpus) <= fewest_steps(machine.gpus[:1], lambda name: out.get(name, ())).keys()
 
 
 def nvlink_neighbours(links: Iterable[Link], gpus: Iterable[str]) -> dict[str, set[str]]:

@@ -61,10 +61,9 @@ def _pcie_faults(server: Topology, found: Resemblance) -> list[Fault]:
     """Return links of the host that are slower than others of their sort, or run one way."""
     sorts: dict[tuple[str, ...], dict[Ends, Link]] = {}
     for link in server.links:
-        sides = [
-            end for end in (link.src, link.dst) if nic_name(end) != end
-        ]  # of a NIC whose place is unknown
-        if link.channel in ("pcie", "c2c") and not sides:
+        # a NIC whose place is unknown has a side for each direction
+        sided = any(nic_name(end) != end for end in (link.src, link.dst))
+        if link.channel in ("pcie", "c2c") and not sided:
             sorts.setdefault(_sort(server, link), {})[link.src, link.dst] = link
     faults = []
     for sort, have in sorts.items():

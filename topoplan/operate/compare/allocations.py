@@ -103,9 +103,9 @@ def allocation_classes(
         pairs = Fabric(topology, choice).nvlink_pairs if islands else None
         takes: Callable[[tuple[int, ...]], bool] = partial(_takes, wiring, pairs)
         if Fabric(topology, choice).has_transit:
-            takes = partial(_takes_routes, topology, choice, takes)
+            takes = partial(_takes_part, topology, partial(_has_routes, choice), takes)
         if channels == "auto" and choice == ("nvlink", "network"):
-            takes = partial(_takes_by_default, topology, choice, takes)
+            takes = partial(_takes_part, topology, partial(_by_default, choice), takes)
         # swaps must preserve earlier channels too, which decide whether this one is used
         groups = interchangeable_groups(machine_labelled_graph(topology, tried))
         _check_number(topology, groups, left)
@@ -194,24 +194,24 @@ def _takes(wiring: LabelledGraph, pairs: frozenset[tuple[int, int]] | None, gpus
     return islands and connects(wiring, gpus)
 
 
-def _takes_by_default(
+def _takes_part(
     topology: Topology,
-    choice: tuple[str, ...],
+    test: Callable[[Topology], bool],
     takes: Callable[[tuple[int, ...]], bool],
     gpus: tuple[int, ...],
 ) -> bool:
-    """Return `_takes` without allocations for which ``auto`` takes a later choice."""
-    return takes(gpus) and is_default(choice, [topology.subset(gpus)])
+    """Return `_takes` for allocations that pass another test."""
+    return takes(gpus) and test(topology.subset(gpus))
 
 
-def _takes_routes(
-    topology: Topology,
-    choice: tuple[str, ...],
-    takes: Callable[[tuple[int, ...]], bool],
-    gpus: tuple[int, ...],
-) -> bool:
-    """Return `_takes` on a machine with paths through third servers, for routes without them."""
-    return takes(gpus) and not Fabric(topology.subset(gpus), choice).unreachable()
+def _by_default(choice: tuple[str, ...], part: Topology) -> bool:
+    """Return whether ``auto`` takes no later choice."""
+    return is_default(choice, [part])
+
+
+def _has_routes(choice: tuple[str, ...], part: Topology) -> bool:
+    """Return whether routes that pass no third server join the GPUs."""
+    return not Fabric(part, choice).unreachable()
 
 
 def _checked_sizes(topology: Topology, sizes: Collection[int] | None) -> set[int]:
